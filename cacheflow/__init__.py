@@ -1,0 +1,1 @@
+"""Restore a cached prefix's KV by recomputing part of it while loading the rest."""

@@ -1,0 +1,175 @@
+"""What every policy shares: its planes, the ops in flight, and estimates of when a resource is free."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import ClassVar
+
+from cacheflow.costs.base import Costs
+from cacheflow.op import COMPUTE, FETCH, Op
+from cacheflow.plane import EMPTY, Plane
+
+LINK = "link"
+KINDS = {"compute": COMPUTE, LINK: FETCH}
+
+
+class Policy(ABC):
+    """Decides, op by op, how requests come back. Pure Python: never blocks, never touches a tensor.
+
+    The same object runs in virtual time, on real streams, and inside a host that owns model, pages and loop. The
+    protocol: `add` a plane; ask `next(resource, now)` for an op for "compute" or "link" whenever that resource can take
+    one (None: nothing now, ask again after the next completion); report every op with `finished` or `failed`. A
+    finished fetch means that its copy is queued at once; the copy is reported too.
+
+    costs: seconds of ops, as estimates.
+    token_budget: most tokens in one compute op.
+    hidden_tokens: most tokens whose hidden states may be kept between ops, over all requests; None: no limit.
+    staging_cells: most (token, layer) pairs in one fetch op, which is what one staging buffer holds; None: no limit.
+    """
+
+    name: ClassVar[str] = ""
+    rank: ClassVar[int] = 100  # order in tables; published methods before ours, baselines first
+
+    def __init__(
+        self,
+        costs: Costs,
+        *,
+        token_budget: int = 8192,
+        hidden_tokens: int | None = None,
+        staging_cells: int | None = None,
+    ) -> None:
+        if token_budget < 1:
+            raise ValueError(f"token budget {token_budget} must be at least 1 token")
+        self.costs = costs
+        self.token_budget = token_budget
+        self.hidden_tokens = hidden_tokens
+        self.staging_cells = staging_cells
+        self.planes: dict[str, Plane] = {}
+        self._free = dict.fromkeys(KINDS, 0.0)
+        self._queued: dict[str, list[tuple[Op, float]]] = {resource: [] for resource in KINDS}
+
+    # The protocol
+
+    def add(self, plane: Plane) -> None:
+        """Take on a request. Raises ValueError when its id is taken."""
+        if plane.request.id in self.planes:
+            raise ValueError(f"request {plane.request.id!r} is being restored already; give every request its own id")
+        self.planes[plane.request.id] = plane
+
+    def cancel(self, request: str) -> None:
+        """Hand out nothing more for the request. What is in flight is still reported."""
+        self.planes[request].cancelled = True
+
+    def remove(self, request: str) -> None:
+        """Forget a request that is done or cancelled and has nothing in flight."""
+        del self.planes[request]
+
+    def next(self, resource: str, now: float) -> Op | None:
+        """The next op for "compute" or "link" at time `now` (seconds), accounted for as started; None: nothing now."""
+        queued = self._queued[resource]
+        self._free[resource] = max(now, self._free[resource]) if queued else now
+        op = self.next_compute(now) if resource == "compute" else self.next_fetch(now)
+        if op is None:
+            return None
+        for request in op.requests:
+            self.planes[request].start(op.kind, op.layers, [p for p in op.parts if p.request == request])
+        seconds = self.costs.seconds(op)
+        self._free[resource] += seconds
+        queued.append((op, seconds))
+        return op
+
+    def finished(self, op: Op, seconds: float) -> None:
+        """An op, or the part of a fetch that did not fail, ended after `seconds` on its resource."""
+        for part in op.parts:
+            plane = self.planes[part.request]
+            if op.kind == FETCH:
+                plane.landed(op.layers, part)
+            else:
+                plane.finished(op.kind, op.layers, part)
+        self._ended(op, seconds)
+
+    def failed(self, op: Op, reason: str) -> None:
+        """A fetch, or the part of it that is given, ended without data: recompute what it was for."""
+        for part in op.parts:
+            self.planes[part.request].failed(op.layers, part)
+        self._ended(op, None)
+
+    def _ended(self, op: Op, seconds: float | None) -> None:
+        for resource, kind in KINDS.items():
+            if op.kind == kind:
+                for i, (queued, estimate) in enumerate(self._queued[resource]):
+                    if _covers(queued, op):
+                        del self._queued[resource][i]
+                        self._free[resource] += 0.0 if seconds is None else seconds - estimate
+                        return
+
+    # What a policy decides
+
+    @abstractmethod
+    def next_compute(self, now: float) -> Op | None:
+        """The compute op to queue now, not yet started."""
+
+    @abstractmethod
+    def next_fetch(self, now: float) -> Op | None:
+        """The fetch op to queue now, not yet started."""
+
+    # Shared means
+
+    def active(self) -> list[Plane]:
+        """Requests that still have something to do, in the order of their arrival."""
+        return [p for p in self.planes.values() if not (p.done or p.cancelled)]
+
+    def free_at(self, resource: str, now: float) -> float:
+        """Estimated time at which everything queued on a resource has ended."""
+        return max(now, self._free[resource]) if self._queued[resource] else now
+
+    @property
+    def idle(self) -> bool:
+        """Whether no op that a policy hands out is in flight."""
+        return not any(self._queued.values())
+
+    def hidden_left(self) -> float:
+        """Tokens whose hidden states may still be kept, over and above those that are."""
+        if self.hidden_tokens is None:
+            return float("inf")
+        return self.hidden_tokens - sum(p.held_tokens for p in self.planes.values())
+
+    def fetch_column(self, plane: Plane, column: int) -> Op | None:
+        """All loadable layers of a column, or the highest of them that fit a staging buffer."""
+        if not (plane.available[column] and plane.unclaimed[column]):
+            return None
+        band = plane.loadable_band(column)
+        if self.staging_cells is not None:
+            band = band[-max(1, self.staging_cells // plane.request.width(column)) :]
+        return Op(FETCH, band, (plane.part(column, column + 1),)) if band else None
+
+    def fetch_row(self, plane: Plane, layer: int, columns: Iterable[int]) -> Op | None:
+        """The loadable ones of `columns` at a layer, or the first of them that fit a staging buffer."""
+        chosen: list[int] = []
+        tokens = 0
+        for column in columns if EMPTY in plane.state[layer] else ():
+            if plane.loadable(column, layer):
+                tokens += plane.request.width(column)
+                if chosen and self.staging_cells is not None and tokens > self.staging_cells:
+                    break
+                chosen.append(column)
+        return Op(FETCH, range(layer, layer + 1), plane.parts(chosen)) if chosen else None
+
+    def repair(self, plane: Plane) -> Op | None:
+        """Compute what only compute can bring: holes and failed loads left to right, and, all else done, the suffix."""
+        for column in range(plane.columns):
+            if not plane.must_compute(column):
+                continue
+            if column >= plane.prefix_columns:
+                return plane.climb(column, self.token_budget) if plane.restored else None
+            op = plane.climb(column, self.token_budget, last=plane.prefix_columns)
+            if op is not None:
+                return op
+        return None
+
+
+def _covers(op: Op, piece: Op) -> bool:
+    return op.layers == piece.layers and all(
+        any(p.request == q.request and p.start <= q.start and q.stop <= p.stop for p in op.parts) for q in piece.parts
+    )

@@ -1,0 +1,206 @@
+"""Runs a policy in virtual time and checks what ran by first principles, token by token, trusting no plane."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import pairwise
+
+from cacheflow.costs.base import Costs
+from cacheflow.loop import AHEAD, Failures, Loop
+from cacheflow.op import COMPUTE, COPY, FETCH, Op, Part
+from cacheflow.plane import Plane
+from cacheflow.policies.base import Policy
+from cacheflow.request import Request
+from cacheflow.simulate import VirtualBackend
+from cacheflow.timeline import Span
+
+EPSILON = 1e-9  # of a second in times of seconds: sums in another order
+
+Cell = tuple[str, int, int]  # request, column, layer
+
+
+@dataclass
+class Run:
+    """What happened. failed: by fetch op. held: most prefix tokens whose hidden states were kept at any decision."""
+
+    requests: Sequence[Request]
+    policy: Policy
+    planes: dict[str, Plane] = field(default_factory=dict)
+    ttft: dict[str, float] = field(default_factory=dict)
+    drained: list[str] = field(default_factory=list)
+    failed: dict[Op, Failures] = field(default_factory=dict)
+    spans: list[Span] = field(default_factory=list)
+    held: int = 0
+    steps: int = 0
+
+
+def run(
+    policy: Policy,
+    requests: Sequence[Request],
+    *,
+    costs: Costs | None = None,
+    fail: Callable[[Op], Failures] = lambda op: (),
+    cancel: Callable[[int], str | None] = lambda step: None,
+) -> Run:
+    """Drive the policy. cancel: given the number of a step, the request to cancel before it."""
+    result = Run(requests, policy)
+
+    def failing(op: Op) -> Failures:
+        result.failed[op] = fail(op)
+        return result.failed[op]
+
+    backend = VirtualBackend(costs or policy.costs, failing)
+    loop = Loop(
+        policy,
+        backend,
+        on_done=lambda plane, now: result.ttft.update({plane.request.id: now}),
+        on_drained=lambda plane: result.drained.append(plane.request.id),
+    )
+    for request in requests:
+        result.planes[request.id] = Plane(request)
+        policy.add(result.planes[request.id])
+    while not loop.idle:
+        victim = cancel(result.steps)
+        if victim in policy.planes:
+            policy.cancel(victim)
+        loop.step()
+        held = (p.request.width(c) for p in policy.planes.values() for c in range(p.prefix_columns) if p.holds(c))
+        result.held = max(result.held, sum(held))
+        result.steps += 1
+    result.spans = backend.timeline.spans
+    return result
+
+
+def check(run: Run, cancelled: frozenset[str] = frozenset()) -> None:
+    """Assert everything that must hold of what ran, whatever the policy."""
+    by_id = {request.id: request for request in run.requests}
+    for kind in (COMPUTE, FETCH, COPY):
+        spans = sorted((s for s in run.spans if s.op.kind == kind), key=lambda s: (s.start, s.end))
+        assert all(a.end <= b.start + EPSILON for a, b in pairwise(spans)), f"{kind} ops overlap"
+    landed = _check_fetches(run, by_id)
+    filled = _check_copies(run, by_id, landed)
+    _check_compute(run, by_id, filled)
+    for request in run.requests:
+        plane = run.planes[request.id]
+        assert plane.in_flight == 0
+        assert run.drained.count(request.id) == 1
+        if request.id not in cancelled:
+            assert needed(request, _holes(request)) <= {cell[1:] for cell in filled if cell[0] == request.id}
+            assert request.id in run.ttft
+    assert not run.policy.planes
+
+
+def needed(request: Request, lost: frozenset[int]) -> set[tuple[int, int]]:
+    """(column, layer) of all cells that must be filled when prefix columns `lost` can only be computed."""
+    layers, suffix = request.layers, range(len(request.stored), request.columns)
+    found: set[tuple[int, int]] = set()
+    climbed: set[tuple[int, int]] = set()
+    work = [(column, layer) for column in suffix for layer in range(layers)]
+    work += [(column, layers - 1) for column in attended(request, request.tokens - 1, request.tokens, layers - 1)]
+    while work:
+        column, layer = work.pop()
+        if (column, layer) in found:
+            continue
+        found.add((column, layer))
+        if column in suffix or column in lost:
+            start, stop = request.boundaries[column], request.boundaries[column + 1]
+            for below in range(layer):
+                if (column, below) not in climbed:
+                    climbed.add((column, below))
+                    work += [(other, below) for other in attended(request, start, stop, below)]
+    return found
+
+
+@cache
+def attended(request: Request, start: int, stop: int, layer: int) -> frozenset[int]:
+    """Columns that hold a key which one of tokens [start, stop) sees."""
+    window, b = request.windows[layer], request.boundaries
+    keys = {k for t in range(start, stop) for k in range(t + 1) if window is None or t - k < window}
+    return frozenset(c for c in range(request.columns) if keys & set(range(b[c], b[c + 1])))
+
+
+def _holes(request: Request) -> frozenset[int]:
+    return frozenset(c for c, stored in enumerate(request.stored) if not stored)
+
+
+def _columns(request: Request, part: Part) -> range:
+    assert part.start in request.boundaries and part.stop in request.boundaries
+    return range(request.boundaries.index(part.start), request.boundaries.index(part.stop))
+
+
+def _cells(by_id: dict[str, Request], op: Op, parts: Sequence[Part] | None = None) -> Iterator[Cell]:
+    for part in op.parts if parts is None else parts:
+        for column in _columns(by_id[part.request], part):
+            for layer in op.layers:
+                yield part.request, column, layer
+
+
+def _check_fetches(run: Run, by_id: dict[str, Request]) -> dict[Cell, float]:
+    """Only stored and needed cells are fetched, no column again once it has failed. Returns when cells landed."""
+    landed: dict[Cell, float] = {}
+    lost: dict[str, set[int]] = {request.id: set(_holes(request)) for request in run.requests}
+    failures: Counter[tuple[str, int]] = Counter()
+    events = [(s.start, 1, s) for s in run.spans if s.op.kind == FETCH]
+    events += [(s.end, 0, s) for s in run.spans if s.op.kind == FETCH]
+    for _, started, span in sorted(events, key=lambda event: event[:2]):
+        failed = set(_cells(by_id, span.op, [part for part, _ in run.failed[span.op]]))
+        if started:
+            need = {r: needed(by_id[r], frozenset(lost[r])) for r in span.op.requests}
+            for request, column, layer in _cells(by_id, span.op):
+                assert by_id[request].stored[column], "fetched what is not stored"
+                assert (column, layer) in need[request], "fetched what is not needed"
+        else:
+            for cell in set(_cells(by_id, span.op)) - failed:
+                assert cell not in landed, "fetched twice"
+                landed[cell] = span.end
+            for column in {cell[:2] for cell in failed}:
+                failures[column] += 1
+                lost[column[0]].add(column[1])
+    # A second op may have been in flight when the first of a column failed.
+    assert all(count <= AHEAD for count in failures.values()), "a failed load was tried again"
+    return landed
+
+
+def _check_copies(run: Run, by_id: dict[str, Request], landed: dict[Cell, float]) -> dict[Cell, float]:
+    filled: dict[Cell, float] = {}
+    for span in (s for s in run.spans if s.op.kind == COPY):
+        for cell in _cells(by_id, span.op):
+            assert landed[cell] <= span.start + EPSILON, "copied before it landed"
+            assert cell not in filled, "copied twice"
+            filled[cell] = span.end
+    assert set(filled) == set(landed), "landed and never copied"
+    return filled
+
+
+def _check_compute(run: Run, by_id: dict[str, Request], filled: dict[Cell, float]) -> None:
+    """Adds what compute fills to `filled`."""
+    height: dict[tuple[str, int], int] = defaultdict(int)
+    for span in sorted((s for s in run.spans if s.op.kind == COMPUTE), key=lambda s: (s.start, s.end)):
+        op = span.op
+        for layer in op.layers:
+            for part in op.parts:
+                for column in _columns(by_id[part.request], part):
+                    if layer == op.layers.start:
+                        assert layer in (0, height[part.request, column]), "no hidden state there"
+                    cell = (part.request, column, layer)
+                    assert part.project != (cell in filled), "filled twice" if part.project else "not projected"
+                    filled.setdefault(cell, span.start)
+            for part in op.parts:
+                request = by_id[part.request]
+                if layer == op.layers[-1] and not part.advance:
+                    continue
+                last_layer = layer == request.layers - 1
+                start = part.stop - 1 if last_layer else part.start
+                for column in attended(request, start, part.stop, layer):
+                    assert filled.get((part.request, column, layer), float("inf")) <= span.start + EPSILON
+                for column in _columns(request, part):
+                    height[part.request, column] = max(height[part.request, column], layer + 1)
+                if last_layer and part.stop == request.tokens:
+                    suffix = range(len(request.stored), request.columns)
+                    assert all((part.request, c, row) in filled for c in suffix for row in range(request.layers))
+                    assert run.ttft.get(part.request, span.end) == span.end
+    ends = {r: max(s.end for s in run.spans if s.op.kind == COMPUTE and r in s.op.requests) for r in run.ttft}
+    assert ends == run.ttft, "compute after the first token"

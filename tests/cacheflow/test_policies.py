@@ -1,0 +1,373 @@
+"""Policies: every one, on every plane, brings requests back; the baselines are sane; two-pointer follows the paper."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cacheflow import bounds, policies
+from cacheflow.costs.base import Costs, ModelShape
+from cacheflow.costs.roofline import GBPS, Roofline, device
+from cacheflow.loop import Failures
+from cacheflow.op import COMPUTE, FETCH, Op, Part
+from cacheflow.plane import EMPTY, Plane
+from cacheflow.policies.base import Policy
+from cacheflow.policies.two_pointer import TwoPointer
+from cacheflow.request import Request
+from cacheflow.simulate import Simulation
+from tests.cacheflow import strategies
+from tests.cacheflow.legality import Run, check, run
+
+SLACK = 1 - 1e-9  # sums in another order
+LLAMA = ModelShape(32, 4096, 32, 8, 128, 14336, 128256, windows=(None,) * 32)
+
+
+class RandomPolicy(Policy):
+    """Any legal op, or none: reaches states that no sensible policy does."""
+
+    def __init__(self, costs: Costs, seed: int, **options: Any) -> None:
+        super().__init__(costs, **options)
+        self.random = random.Random(seed)
+
+    def next_compute(self, now: float) -> Op | None:
+        return self._any(plane.climb(c, self.token_budget) for plane, c in self._columns())
+
+    def next_fetch(self, now: float) -> Op | None:
+        whole = (self.fetch_column(plane, c) for plane, c in self._columns())
+        rows = (self.fetch_row(plane, r, range(plane.columns)) for plane in self.active() for r in range(plane.layers))
+        return self._any([*whole, *rows])
+
+    def _columns(self) -> Iterator[tuple[Plane, int]]:
+        return ((plane, c) for plane in self.active() for c in range(plane.columns))
+
+    def _any(self, ops: Iterator[Op | None] | list[Op | None]) -> Op | None:
+        possible = [op for op in ops if op is not None]
+        return self.random.choice(possible) if possible and (self.idle or self.random.random() < 0.7) else None
+
+
+@st.composite
+def cases(draw: st.DrawFn, **options: Any) -> tuple[list[Request], Costs, Callable[[Costs], Policy]]:
+    """A batch, what ops really take, and a policy whose estimates may be wrong by any factor."""
+    batch = draw(strategies.batches(**options))
+    costs = draw(strategies.costs(batch[0].windows))
+    estimates = draw(st.just(costs) | strategies.costs(batch[0].windows))
+    seed = draw(st.integers(0, 2**32))
+    maker = draw(strategies.makers() | st.just(lambda costs: RandomPolicy(costs, seed)))
+    return batch, costs, lambda _: maker(estimates)
+
+
+@settings(max_examples=300, deadline=None)
+@given(cases())
+def test_brings_every_request_back(case: tuple[list[Request], Costs, Callable[[Costs], Policy]]) -> None:
+    batch, costs, make = case
+    result = run(make(costs), batch, costs=costs)
+    check(result)
+    assert max(result.ttft.values()) >= bounds.lower(batch, costs) * SLACK
+    for request in batch:
+        assert result.ttft[request.id] >= bounds.lower([request], costs) * SLACK
+    _check_limits(result)
+
+
+def _check_limits(result: Run) -> None:
+    policy = result.policy
+    for op in (span.op for span in result.spans):
+        one_column = all(_columns_of(result, part) == 1 for part in op.parts) and len(op.parts) == 1
+        if op.kind == COMPUTE:
+            assert op.tokens <= policy.token_budget or one_column
+        if op.kind == FETCH and policy.staging_cells is not None:
+            assert op.tokens * len(op.layers) <= policy.staging_cells or (one_column and len(op.layers) == 1)
+
+
+def _columns_of(result: Run, part: Part) -> int:
+    boundaries = result.planes[part.request].request.boundaries
+    return boundaries.index(part.stop) - boundaries.index(part.start)
+
+
+def failing(batch: list[Request], mode: str, seed: int) -> Callable[[Op], Failures]:
+    """Fails whole ops, single columns of them, or everything."""
+    boundaries = {request.id: request.boundaries for request in batch}
+    chance = random.Random(seed)
+
+    def fail(op: Op) -> Failures:
+        columns = [
+            Part(part.request, start, stop)
+            for part in op.parts
+            for start, stop in pairwise(boundaries[part.request])
+            if part.start <= start and stop <= part.stop
+        ]
+        whole = mode == "everything" or (mode == "ops" and chance.random() < 0.4)
+        return tuple((c, "lost") for c in columns if whole or (mode == "columns" and chance.random() < 0.4))
+
+    return fail
+
+
+@pytest.mark.parametrize("mode", ["ops", "columns", "everything"])
+@settings(max_examples=100, deadline=None)
+@given(case=cases(), seed=st.integers(0, 2**32))
+def test_failed_loads_are_recomputed(
+    case: tuple[list[Request], Costs, Callable[[Costs], Policy]], seed: int, mode: str
+) -> None:
+    batch, costs, make = case
+    result = run(make(costs), batch, costs=costs, fail=failing(batch, mode, seed))
+    check(result)
+    if mode == "everything":
+        assert not any(span.op.kind == "copy" for span in result.spans)
+    # Every cell is filled once; advancing over loaded cells to failed ones can at most double the work.
+    cells = sum(request.columns * request.layers for request in batch)
+    assert len(result.spans) <= 5 * cells
+
+
+@settings(max_examples=100, deadline=None)
+@given(case=cases(), seed=st.integers(0, 2**32), data=st.data())
+def test_cancelled_requests_drain(
+    case: tuple[list[Request], Costs, Callable[[Costs], Policy]], seed: int, data: st.DataObject
+) -> None:
+    batch, costs, make = case
+    at = {request.id: data.draw(st.integers(0, 12)) for request in batch if data.draw(st.booleans())}
+    cancel = {step: [r for r, s in at.items() if s == step] for step in at.values()}
+    result = run(
+        make(costs),
+        batch,
+        costs=costs,
+        fail=failing(batch, "columns", seed),
+        cancel=lambda step: next(iter(cancel.get(step, [])), None),
+    )
+    check(result, cancelled=frozenset(at))
+
+
+@settings(max_examples=150, deadline=None)
+@given(batch=strategies.batches(plain=True, max_requests=3), data=st.data())
+def test_hidden_budget(batch: list[Request], data: st.DataObject) -> None:
+    """Without holes and failures, by-choice recompute keeps no more than the budget, or than one column."""
+    costs = data.draw(strategies.costs(batch[0].windows))
+    budget = data.draw(st.integers(1, 30))
+    name = data.draw(st.sampled_from(sorted(policies.available())))
+    result = run(policies.find(name)(costs, hidden_tokens=budget), batch)
+    if any(batch[0].windows):
+        return  # with a window the top of an old column may be blocked, and its state waits below
+    assert result.held <= max([budget, *(request.width(c) for request in batch for c in range(len(request.stored)))])
+
+
+@pytest.mark.parametrize("name", sorted(policies.available()))
+def test_head_and_middle_of_the_prefix_are_gone(name: str) -> None:
+    """Field case 24: what is still there is used, holes are recomputed in place."""
+    request = Request.of("a", prefix=64, suffix=3, chunk=8, layers=4, holes=[0, 1, 3])
+    costs = strategies.Affine(request.windows, advance=5.0, bandwidth=100.0)
+    result = run(policies.find(name)(costs), [request])
+    check(result)
+    parts = [part for span in result.spans if span.op.kind == FETCH for part in span.op.parts]
+    loaded = {request.column_at(token) for part in parts for token in range(part.start, part.stop)}
+    assert loaded == (set() if name == "recompute" else {2, 4, 5, 6, 7})
+
+
+def test_load_computes_only_holes_and_suffix() -> None:
+    request = Request.of("a", prefix=64, suffix=3, chunk=8, layers=4, holes=[0, 5])
+    result = run(policies.find("load")(strategies.Affine(request.windows, bandwidth=1.0)), [request])
+    computed = {(part.start, part.stop) for s in result.spans if s.op.kind == COMPUTE for part in s.op.parts}
+    assert computed == {(0, 8), (40, 48), (64, 67)}
+
+
+class TestBaselines:
+    @staticmethod
+    def costs(device_name: str = "H100", gbps: float = 10) -> Roofline:
+        return Roofline(LLAMA, device(device_name), bandwidth=gbps * GBPS, latency=1e-3, fetch_seconds=1e-4)
+
+    @staticmethod
+    def request(tokens: int) -> Request:
+        return Request.of("a", prefix=tokens - 37, suffix=64, chunk=512, layers=32)
+
+    @pytest.mark.parametrize("device_name", ["A100-40G", "H100"])
+    @pytest.mark.parametrize("gbps", [10, 40, 80])
+    def test_hybrids_beat_both_ends(self, device_name: str, gbps: float) -> None:
+        costs = self.costs(device_name, gbps)
+        for tokens in (4096, 8192, 32768, 131072):
+            request = self.request(tokens)
+            ttft = {name: Simulation(cls(costs), [request]).ttft["a"] for name, cls in policies.available().items()}
+            best = min(ttft["recompute"], ttft["load"])
+            assert ttft["layerwise-load"] <= ttft["load"]
+            for name in ("token", "layer", "two-pointer"):
+                assert bounds.lower([request], costs) <= ttft[name] <= 1.02 * best, (tokens, name)
+
+    def test_recompute_is_one_pass_per_token_budget(self) -> None:
+        policy = policies.find("recompute")(self.costs(), token_budget=8192)
+        simulation = Simulation(policy, [self.request(32768)])
+        ops = [span.op for span in simulation.timeline.spans]
+        assert all(op.kind == COMPUTE and op.layers == range(32) for op in ops)
+        assert len(ops) == 5  # 32795 tokens, the suffix in the last pass
+
+    def test_load_is_bytes_over_bandwidth_and_the_suffix(self) -> None:
+        costs, request = self.costs(), self.request(32768)
+        simulation = Simulation(policies.find("load")(costs), [request])
+        fetches = [span for span in simulation.timeline.spans if span.op.kind == FETCH]
+        suffix = costs.seconds(Op(COMPUTE, range(32), (Part("a", request.prefix, request.tokens),)))
+        link = costs.latency + 64 * costs.fetch_seconds + request.prefix * 32 * 4096 / costs.bandwidth
+        last_copy = costs.seconds(fetches[-1].op.of("copy"))
+        assert simulation.ttft["a"] == pytest.approx(link + last_copy + suffix)
+
+    def test_layerwise_load_hides_the_suffix(self) -> None:
+        costs, request = self.costs(), self.request(32768)
+        simulation = Simulation(policies.find("layerwise-load")(costs), [request])
+        spans = simulation.timeline.spans
+        last_fetch = max(span.end for span in spans if span.op.kind == FETCH)
+        assert [s.op.layers for s in spans if s.op.kind == FETCH] == [range(i, i + 1) for i in range(32)]
+        after = [s.op.layers for s in spans if s.op.kind == COMPUTE and s.end > last_fetch]
+        assert after == [range(31, 32)]
+
+    @pytest.mark.parametrize("name", sorted(policies.available()))
+    def test_estimates_stay_linear_in_columns(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A decision may not look at columns times layers: at 128K tokens that would cost more than it gains."""
+        costs, request = self.costs(), self.request(131072)
+        policy, calls, most = policies.find(name)(costs), 0, 0
+        seconds, next_op = costs.seconds, policy.next
+
+        def counted(op: Op) -> float:
+            nonlocal calls
+            calls += 1
+            return seconds(op)
+
+        def decision(resource: str, now: float) -> Op | None:
+            nonlocal most
+            before = calls
+            op = next_op(resource, now)
+            most = max(most, calls - before)
+            return op
+
+        monkeypatch.setattr(costs, "seconds", counted)
+        monkeypatch.setattr(policy, "next", decision)
+        Simulation(policy, [request])
+        assert most <= 2 * request.columns + 10
+        assert calls <= 10 * (request.columns + request.layers) * 3
+
+
+class TestTwoPointer:
+    def costs(self, layers: int = 4, **link: Any) -> strategies.Affine:
+        return strategies.Affine((None,) * layers, **{"bandwidth": 2.0, **link})
+
+    def requests(self, *prefixes: int) -> list[Request]:
+        return [Request.of("abcd"[i], prefix=p, suffix=1, chunk=8, layers=4) for i, p in enumerate(prefixes)]
+
+    @pytest.mark.parametrize(("crossover", "axis"), [(64, "token"), (65, "layer")])
+    def test_axis_by_crossover_length(self, crossover: int, axis: str) -> None:
+        policy = TwoPointer(self.costs(), crossover=crossover)
+        (request,) = self.requests(64)
+        policy.add(Plane(request))
+        op = policy.next("compute", 0.0)
+        assert op is not None
+        assert op.layers == (range(4) if axis == "token" else range(1))
+        assert (op.tokens < 64) == (axis == "token")
+
+    def test_axis_by_costs(self) -> None:
+        """Late chunks of a long prefix cost more, which favours the token axis; short ones pay for every op."""
+        costs = Roofline(LLAMA, device("H100"), bandwidth=40 * GBPS)
+        axes = []
+        for tokens in (2048, 131072):
+            policy = TwoPointer(costs)
+            policy.add(Plane(Request.of("a", prefix=tokens, suffix=64, chunk=512, layers=32)))
+            op = policy.next("compute", 0.0)
+            assert op is not None
+            axes.append("layer" if len(op.layers) == 1 else "token")
+        assert axes == ["layer", "token"]
+
+    def test_token_axis_where_hidden_states_do_not_fit(self) -> None:
+        policy = TwoPointer(self.costs(), crossover=10**9, hidden_tokens=63)
+        policy.add(Plane(self.requests(64)[0]))
+        op = policy.next("compute", 0.0)
+        assert op is not None and op.layers == range(4)
+
+    def test_link_serves_whom_most_is_left_to_recompute(self) -> None:
+        policy = TwoPointer(self.costs(pair=1.0), crossover=0)
+        planes = [Plane(request) for request in self.requests(32, 64, 48)]
+        for plane in planes:
+            policy.add(plane)
+        for now in range(20):
+            left = {plane.request.id: _recompute(plane) for plane in policy.active()}
+            op = policy.next("link", float(now))
+            if op is None:
+                break
+            assert left[op.requests[0]] == max(left.values())
+            policy.finished(op, 1.0)
+            policy.finished(op.of("copy"), 1.0)
+
+    def test_compute_goes_round(self) -> None:
+        policy = TwoPointer(self.costs(), crossover=0)
+        for request in self.requests(32, 64, 48):
+            policy.add(Plane(request))
+        served = []
+        for now in range(6):
+            op = policy.next("compute", float(now))
+            assert op is not None
+            served.append(op.requests[0])
+            policy.finished(op, 1.0)
+        assert served == ["a", "b", "c", "a", "b", "c"]
+
+    def test_pointers_meet_without_waste(self) -> None:
+        """Both sides work until the prefix is back, and end within one op of each other."""
+        costs = TestBaselines.costs(gbps=10)
+        request = TestBaselines.request(32768)
+        for crossover in (0, 10**9):
+            spans = Simulation(TwoPointer(costs, crossover=crossover), [request]).timeline.spans
+            compute = [s for s in spans if s.op.kind == COMPUTE and s.op.parts[0].start < request.prefix]
+            fetch = [s for s in spans if s.op.kind == FETCH]
+            assert abs(compute[-1].end - fetch[-1].end) <= max(compute[-1].seconds, fetch[-1].seconds)
+            for side in (compute, fetch):
+                assert sum(s.seconds for s in side) >= 0.99 * (side[-1].end - side[0].start)
+
+
+def _recompute(plane: Plane) -> float:
+    """Pairs that are left: with a dominant pair cost the seconds of whole columns rank like it."""
+    b = plane.request.boundaries
+    columns = (c for c in range(plane.prefix_columns) if any(row[c] == EMPTY for row in plane.state))
+    return sum(b[c + 1] * (b[c + 1] + 1) - b[c] * (b[c] + 1) for c in columns)
+
+
+class Mine(Policy):
+    """As a user would bring it."""
+
+    def next_compute(self, now: float) -> Op | None:
+        return None
+
+    def next_fetch(self, now: float) -> Op | None:
+        return None
+
+
+class TestDiscovery:
+    def test_every_policy_by_name(self) -> None:
+        found = policies.available()
+        assert list(found)[:6] == ["recompute", "load", "layerwise-load", "token", "layer", "two-pointer"]
+        for name, cls in found.items():
+            assert policies.find(name) is cls
+            assert cls.name == name
+
+    def test_module_and_class(self) -> None:
+        assert policies.find(f"{__name__}:Mine") is Mine
+
+    @pytest.mark.parametrize(
+        ("name", "says"),
+        [
+            ("best", "choose one of recompute, load"),
+            ("nowhere:Mine", "cannot be imported"),
+            (f"{__name__}:Other", "cannot be imported"),
+            (f"{__name__}:LLAMA", "not a subclass"),
+            ("pathlib:Path", "not a subclass"),
+        ],
+    )
+    def test_unknown(self, name: str, says: str) -> None:
+        with pytest.raises(ValueError, match=says) as raised:
+            policies.find(name)
+        assert name in str(raised.value)
+
+
+def test_ids_are_unique_and_budgets_sane() -> None:
+    costs = strategies.Affine((None,), bandwidth=1.0)
+    policy = policies.find("load")(costs)
+    policy.add(Plane(Request.of("a", prefix=8, suffix=1, chunk=8, layers=1)))
+    with pytest.raises(ValueError, match="'a'"):
+        policy.add(Plane(Request.of("a", prefix=8, suffix=1, chunk=8, layers=1)))
+    with pytest.raises(ValueError, match="token budget 0"):
+        policies.find("load")(costs, token_budget=0)
