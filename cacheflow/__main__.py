@@ -1,0 +1,3 @@
+from cacheflow.cli import main
+
+raise SystemExit(main())

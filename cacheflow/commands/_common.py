@@ -1,0 +1,171 @@
+"""What commands share: reading values as people write them, progress, output."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from argparse import ArgumentTypeError, Namespace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from cacheflow.engine import Engine
+
+PAGE = 16  # tokens of a page in every command that runs an engine
+T = TypeVar("T")
+_TOKENS = re.compile(r"(\d+)([km]?)", re.IGNORECASE)
+
+
+def tokens(text: str) -> int:
+    """A number of tokens: "4096", "4K" (times 1024), "1M"."""
+    match = _TOKENS.fullmatch(text.strip())
+    if match is None or int(match[1]) == 0:
+        raise ArgumentTypeError(f"{text!r} is no number of tokens; write for example 4096, 4K or 1M")
+    return int(match[1]) * 1024 ** ["", "k", "m"].index(match[2].lower())
+
+
+def count(text: str) -> int:
+    """A whole number of at least 1."""
+    if not text.strip().isdecimal() or int(text) == 0:
+        raise ArgumentTypeError(f"{text!r} is no whole number of at least 1")
+    return int(text)
+
+
+def positive(text: str) -> float:
+    """A finite number above 0: "40", "2.7e12"."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not (value > 0 and math.isfinite(value)):
+        raise ArgumentTypeError(f"{text!r} is no number above 0; write for example 40 or 2.7e12")
+    return value
+
+
+def listed(item: Callable[[str], T]) -> Callable[[str], list[T]]:
+    """A comma-separated list of such values."""
+
+    def read(text: str) -> list[T]:
+        return list(dict.fromkeys(item(part) for part in text.split(",")))
+
+    return read
+
+
+def short(tokens: int) -> str:
+    """A number of tokens as it is read by `tokens`: 131072 is "128K"."""
+    return f"{tokens // 1024}K" if tokens % 1024 == 0 else str(tokens)
+
+
+def progress(items: Sequence[T], what: str, unit: str = "it") -> Iterable[T]:
+    """The items, with a bar on stderr if that is a terminal and they take more than two seconds."""
+    from tqdm import tqdm
+
+    bar: Iterable[T] = tqdm(
+        items, desc=what, unit=unit, delay=2.0, leave=False, file=sys.stderr, disable=not sys.stderr.isatty()
+    )
+    return bar
+
+
+def add_model(parser: Any) -> None:
+    """--model and --dtype."""
+    parser.add_argument(
+        "--model",
+        default="demo",
+        metavar="FOLDER",
+        help="a Hugging Face checkpoint; default: the demo's, downloaded on first use",
+    )
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="default %(default)s"
+    )
+
+
+def add_engine(parser: Any) -> None:
+    """What an engine and its link can be told."""
+    parser.add_argument(
+        "--chunk", type=tokens, default="128", help=f"tokens of a chunk, a multiple of {PAGE}; default %(default)s"
+    )
+    parser.add_argument("--gbps", type=positive, help="put the store behind a link of so many decimal Gbit/s")
+    parser.add_argument("--latency", type=positive, metavar="MS", help="milliseconds until a link's first byte")
+    parser.add_argument("--costs", metavar="COSTS.json", help="written by `cacheflow measure --out`; default: measure")
+
+
+def model_folder(name: str, step: Callable[[str], None]) -> Path:
+    """The folder of a checkpoint; "demo" is the demo's model, made on first use."""
+    if name != "demo":
+        return Path(name)
+    from cacheflow import demo_model
+
+    model = demo_model.ensure(step)
+    if not model.tokenizer:
+        print(f"cacheflow: {model.label}", file=sys.stderr)
+    return model.folder
+
+
+@contextmanager
+def engine(
+    args: Namespace, folder: Path, policy: str = "two-pointer", cache_tokens: int = 16384, link: bool = False
+) -> Iterator[Engine]:
+    """An engine over the store that the arguments name, behind a link if they, or the caller, want one."""
+    import torch
+
+    from cacheflow.costs.base import ModelShape
+    from cacheflow.costs.measure import link_of
+    from cacheflow.costs.measured import Measured
+    from cacheflow.engine import Engine
+    from cacheflow.stores import Link, Store, open_store
+    from models.decoder import Decoder
+
+    gbps, latency, costs_file = (getattr(args, name, None) for name in ("gbps", "latency", "costs"))
+    model = Decoder.from_folder(folder, getattr(torch, args.dtype))
+    store: Store = open_store(args.store)
+    if link or gbps or latency:
+        store = Link(store, gbps=gbps or math.inf, latency=(latency or 0.0) / 1e3)
+    with (
+        closing(store),
+        Engine(
+            model,
+            store,
+            policy=policy,
+            chunk_tokens=getattr(args, "chunk", 128),
+            page_size=PAGE,
+            cache_tokens=cache_tokens,
+        ) as made,
+    ):
+        if costs_file is not None:
+            shape = ModelShape.of(model.config, model.dtype.itemsize)
+            made.costs = Measured.load(costs_file, shape, **link_of(store, made.layout))
+        yield made
+
+
+@contextmanager
+def steps() -> Iterator[Callable[[str], None]]:
+    """A function that shows what is being done, in one line on stderr if that is a terminal."""
+    from tqdm import tqdm
+
+    with tqdm(bar_format="{desc} {elapsed}", leave=False, file=sys.stderr, disable=not sys.stderr.isatty()) as line:
+        yield line.set_description_str
+
+
+def table(rows: Iterable[Sequence[Any]], headers: Sequence[str], right: Iterable[int] = ()) -> str:
+    """A table of text; columns are left-aligned but for those in `right`."""
+    from tabulate import tabulate
+
+    numbers = set(right)
+    align = ["right" if i in numbers else "left" for i in range(len(headers))]
+    return str(tabulate(list(rows), headers=headers, colalign=align, disable_numparse=True))
+
+
+def print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2, allow_nan=False))
+
+
+def writable(text: str) -> Path:
+    """A file to write, in a folder that exists."""
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        raise ArgumentTypeError(f"{text!r} cannot be written; name a file in a folder that exists")
+    return path

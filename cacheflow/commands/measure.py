@@ -1,0 +1,73 @@
+"""cacheflow measure: what ops cost on this machine."""
+
+from __future__ import annotations
+
+import argparse
+from argparse import RawDescriptionHelpFormatter
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from cacheflow.commands import _common as common
+
+if TYPE_CHECKING:
+    from cacheflow.costs.measured import Measurements
+
+DESCRIPTION = """\
+Time a model's layers, attention, head, copies and a store's reads, with nothing beside them, and print seconds. What
+--out writes is read by the --costs of other commands. Run it on an idle machine: what else runs is measured too.
+"""
+EXAMPLES = """\
+examples:
+  cacheflow measure                                 the demo's model and a store in memory
+  cacheflow measure --model ~/models/llama --store /var/kv --tokens 8K --out costs.json
+"""
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "measure",
+        help="measure what ops cost on this machine",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=run)
+    common.add_model(parser)
+    parser.add_argument("--store", default="memory:1GiB", help="memory:SIZE or a folder; default %(default)s")
+    parser.add_argument(
+        "--tokens", type=common.tokens, default="2K", help="longest sequence measured; default %(default)s"
+    )
+    parser.add_argument("--out", type=common.writable, metavar="COSTS.json", help="write the costs there")
+    parser.add_argument("--json", action="store_true", help="print JSON, times in seconds, and nothing else")
+
+
+def run(args: argparse.Namespace) -> int:
+    from cacheflow.costs.measure import measure
+
+    with common.steps() as step, common.engine(args, common.model_folder(args.model, step)) as engine:
+        costs = measure(engine.model, engine.store, engine.layout, max_tokens=args.tokens, progress=step)
+    if args.out is not None:
+        costs.save(args.out)
+    m = costs.measurements
+    if args.json:
+        common.print_json({**asdict(m), "bandwidth": costs.bandwidth, "copy_bandwidth": costs.copy_bandwidth})
+    else:
+        _print(m)
+        print(
+            f"\nhead {m.head * 1e3:.2f} ms a token; fixed {m.compute_fixed * 1e6:.0f} us per compute op; "
+            f"store {costs.bandwidth / 1e9:.2f} GB/s, copy to pages {costs.copy_bandwidth / 1e9:.2f} GB/s"
+        )
+    return 0
+
+
+def _print(m: Measurements) -> None:
+    rows = [
+        [n, f"{project * 1e3:.3f}", f"{advance * 1e3:.3f}", f"{(project + advance) / n * 1e6:.1f}"]
+        for n, project, advance in zip(m.tokens, m.project, m.advance, strict=True)
+    ]
+    print("one layer, attention left out\n")
+    print(common.table(rows, ["tokens", "project\nms", "advance\nms", "both, per token\nus"], right=range(4)))
+    print("\nattention of one layer, ns per (query, key) pair\n")
+    grid = [[n, *(f"{pair * 1e9:.1f}" for pair in row)] for n, row in zip(m.queries, m.pair, strict=True)]
+    headers = ["queries", *(f"context\n{c}" for c in m.contexts)]
+    print(common.table(grid, headers, right=range(len(headers))))

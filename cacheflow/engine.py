@@ -1,0 +1,487 @@
+"""The engine: what a user calls to save, restore and generate."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from cacheflow.costs.base import Costs
+from cacheflow.costs.measure import measure
+from cacheflow.executor import Executor
+from cacheflow.keys import chunk_keys, model_fingerprint
+from cacheflow.lookup import Located, Locator
+from cacheflow.loop import Loop
+from cacheflow.pages import HiddenPool, PagePool
+from cacheflow.plane import Plane
+from cacheflow.policies import Policy, find
+from cacheflow.request import Request
+from cacheflow.sessions import DIRECT, Session, Sessions
+from cacheflow.stores import open_store
+from cacheflow.stores.base import EXISTS, Store, WriteResult
+from cacheflow.stores.layout import Layout, PartSpec
+from cacheflow.streams import Stream
+from cacheflow.timeline import Timeline
+from kernels.batch import Part, RaggedBatch
+from models.decoder import Decoder
+from models.weights import weights_digest
+
+
+@dataclass(eq=False)
+class Restored:
+    """A prompt whose KV is in pages again and whose first token is known. Its pages stay taken until `release`.
+
+    id: what `restore` was told, or one of the engine's own. tokens: the prompt, [n] int64.
+    first_token: greedy, and the logits, [vocab], it was chosen from; None when it was aborted before.
+    ttft: seconds from `restore` accepted, its keys looked up, to the first token's id on the host.
+    lookup_seconds: spent on keys and look-up before that.
+    failures: look-ups and loads that failed, by reason; what they were for was recomputed.
+    request: the prompt as columns. session: its pages. timeline: of the whole `restore` call, all its prompts.
+    leased: objects that the store keeps for it while it is on its way.
+    """
+
+    id: str
+    tokens: torch.Tensor
+    request: Request
+    located: Located
+    lookup_seconds: float
+    room: int
+    failures: Counter[str]
+    timeline: Timeline
+    leased: tuple[str, ...] = ()
+    session: Session | None = None
+    first_token: int | None = None
+    logits: torch.Tensor | None = None
+    ttft: float = float("nan")
+
+
+@dataclass(frozen=True)
+class Generated:
+    """tokens: ids that follow the prompt, fewer than asked for after a stop token or an abort. restored: the start."""
+
+    tokens: list[int]
+    restored: Restored
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What one call added to the store. chunks, bytes: objects and their payload. refused: objects not written, by
+    reason."""
+
+    chunks: int
+    bytes: int
+    refused: dict[str, int] = field(default_factory=dict)
+
+
+class Engine:
+    """Restores prompts whose KV is in a store, by recompute and load at once, and generates from them, greedily.
+
+    model: a Decoder, or the folder of a Hugging Face checkpoint. store: a Store, or what `open_store` takes.
+    policy: name, or "module:Class". device: where the model runs. dtype: for a model given as a folder.
+    chunk_tokens: tokens of a stored object, whole pages. page_size: tokens of a page. cache_tokens: KV that fits the
+        page pool, all prompts together. token_budget: most tokens of one compute op. hidden_tokens: most tokens whose
+        hidden states are kept between ops; None: as many as the page pool has.
+    costs: seconds of ops; None: measured by `warmup`. timeout: seconds that look-ups, and loads beyond what they should
+        take, may last before the store counts as failed. namespace: keeps stored KV of tenants apart.
+    adapter: digest of the adapter that the model's weights include. streams: see Executor.
+
+    Calls come from one thread at a time; `abort` may come from any.
+    """
+
+    def __init__(
+        self,
+        model: Decoder | str | Path,
+        store: Store | str,
+        *,
+        policy: str = "two-pointer",
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        chunk_tokens: int = 512,
+        page_size: int = 16,
+        cache_tokens: int = 16384,
+        token_budget: int = 8192,
+        hidden_tokens: int | None = None,
+        costs: Costs | None = None,
+        timeout: float = 5.0,
+        namespace: str = "",
+        adapter: bytes | None = None,
+        streams: Callable[[str], Stream] | None = None,
+    ) -> None:
+        if device != "cpu":
+            raise ValueError(f"device {device!r} is not supported yet; use 'cpu'")
+        if page_size < 1 or chunk_tokens % page_size or chunk_tokens < 1:
+            raise ValueError(f"chunk_tokens {chunk_tokens} must be a whole number of pages of {page_size} tokens")
+        for name, tokens in (("cache_tokens", cache_tokens), ("token_budget", token_budget)):
+            if tokens < 1:
+                raise ValueError(f"{name} {tokens} must be at least 1 token")
+        find(policy)
+        self.model = model if isinstance(model, Decoder) else Decoder.from_folder(model, dtype, device)
+        self.store = open_store(store) if isinstance(store, str) else store
+        self.policy = policy
+        self.costs = costs
+        self.chunk_tokens = chunk_tokens
+        self.page_size = page_size
+        self.token_budget = token_budget
+        config = self.model.config
+        self.pages = PagePool(
+            layers=config.num_layers,
+            num_pages=-(-cache_tokens // page_size),
+            page_size=page_size,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            dtype=self.model.dtype,
+        )
+        self.hidden_tokens = cache_tokens if hidden_tokens is None else hidden_tokens
+        # Suffixes and repairs keep hidden states whatever the budget; every token of the pool may be such.
+        self._sessions = Sessions(
+            self.pages, HiddenPool(self.pages.num_pages * page_size, config.hidden_size, self.model.dtype)
+        )
+        self._timeout = timeout
+        self._streams = streams
+        self._key_options: dict[str, Any] = {
+            "chunk_tokens": chunk_tokens,
+            "page_size": page_size,
+            "fingerprint": self._fingerprint(self.model.checkpoint_digest or weights_digest(self.model.weights)),
+            "adapter": adapter,
+            "namespace": namespace,
+        }
+        self._locator = Locator(self.store, self._layout, timeout)
+        self._executor: Executor | None = None
+        self._ids = itertools.count()
+        self._aborts: set[str] = set()
+
+    # What a user calls
+
+    def warmup(self) -> None:
+        """Measure costs unless they were given, and start the streams: whatever should not happen in a first TTFT."""
+        if self._executor is not None:
+            return
+        costs = self.measure() if self.costs is None else self.costs
+        cell, layers = self._layout(1).layer_nbytes, self.model.config.num_layers
+        self._executor = Executor(
+            self.model,
+            self._sessions,
+            self.store,
+            costs,
+            # Beyond the cells: an object may hold the prompt's last token, which its column leaves out; and each of
+            # the at most `layers` chunks and a tail begins at a multiple of DIRECT.
+            staging_bytes=(self.staging_cells + layers) * cell + (layers + 2) * DIRECT,
+            timeout=self._timeout,
+            streams=self._streams,
+        )
+
+    def measure(self) -> Costs:
+        """Measure the costs anew, of compute with nothing queued on it, and plan with them from now on."""
+        self.costs = measure(self.model, self.store, self.layout)
+        if self._executor is not None:
+            self._executor.costs = self.costs
+        return self.costs
+
+    @property
+    def known_costs(self) -> Costs:
+        """What the engine plans with. Raises RuntimeError before `warmup`, where they were not given."""
+        if self.costs is None:
+            raise RuntimeError("the engine has no costs yet; call warmup() first")
+        return self.costs
+
+    def save(self, tokens: Sequence[int]) -> Saved:
+        """Make the KV of a text available to later prompts that begin with it: whole chunks, and a tail of whole pages.
+
+        Computes what the store does not have; what it has is restored, since computing the rest needs it.
+        """
+        [restored] = self.restore([tokens])
+        try:
+            return self._save([(restored, ())])
+        finally:
+            self.release(restored)
+
+    def restore(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        policy: str | None = None,
+        room: int = 0,
+        ids: Sequence[str] | None = None,
+    ) -> list[Restored]:
+        """Bring back the KV of prompts as far as the store has it, compute the rest, and give their first tokens.
+
+        All prompts are one batch for the policy. room: tokens that will be decoded behind each. ids: one per prompt,
+        for `abort`. A prompt waits while the page pool is full of others of its batch. Release each prompt when its
+        pages are of no more use.
+
+        Raises ValueError for a prompt that cannot work, RuntimeError when its pages are taken by unreleased ones.
+        """
+        self._aborts.clear()
+        accepted = [self._check(prompt, room) for prompt in prompts]
+        names = [f"r{next(self._ids)}" for _ in prompts] if ids is None else list(ids)
+        if len(names) != len(accepted) or len(set(names)) < len(names):
+            raise ValueError(f"ids {names} must be different, and as many as the {len(accepted)} prompts")
+        self.warmup()
+        assert self._executor is not None
+        timeline = self._executor.timeline = Timeline()
+        by_id: dict[str, Restored] = {}
+        loop = Loop(
+            self.make_policy(policy),
+            self._executor,
+            on_done=lambda plane, now: self._done(by_id[plane.request.id], plane, now - accepted_at),
+            on_drained=lambda plane: self._drained(by_id[plane.request.id], plane),
+        )
+        try:
+            for name, tokens in zip(names, accepted, strict=True):
+                by_id[name] = self._locate(name, tokens, room, timeline)
+            accepted_at = self._executor.now()
+            self._drive(loop, deque(by_id.values()))
+        except BaseException:
+            self._abandon(by_id.values())  # KeyboardInterrupt too
+            raise
+        for (request, reason), count in loop.failures.items():
+            by_id[request].failures[reason] += count
+        return list(by_id.values())
+
+    def release(self, restored: Restored) -> None:
+        """Give a prompt's pages back."""
+        if restored.session is not None:
+            self.pages.release(restored.session.pages)
+            restored.session = None
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        *,
+        stop_tokens: Sequence[int] = (),
+        policy: str | None = None,
+        save: bool = True,
+        ids: Sequence[str] | None = None,
+    ) -> list[Generated]:
+        """Restore prompts and continue them greedily, up to max_new_tokens each or a stop token, which is included.
+
+        save: store the KV of new chunks, generated tokens included, so that the next turn restores the whole of it.
+        ids: as for `restore`.
+        """
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens {max_new_tokens} must be at least 1")
+        batch = self.restore(prompts, policy=policy, room=max_new_tokens - 1, ids=ids)
+        try:
+            generated = self._decode(batch, max_new_tokens, frozenset(stop_tokens))
+            if save:
+                self._save([(g.restored, g.tokens[:-1]) for g in generated])
+            return generated
+        finally:
+            for restored in batch:
+                self.release(restored)
+
+    def abort(self, id: str) -> None:
+        """Stop restoring a prompt. Its pages are used again only when nothing in flight can touch them. Any thread."""
+        self._aborts.add(id)
+        if self._executor is not None:
+            self._executor.wake()
+
+    def invalidate(self) -> None:
+        """The model's weights were changed in place: stored KV, which they did not make, is not met any more."""
+        self._key_options["fingerprint"] = self._fingerprint(weights_digest(self.model.weights))
+
+    def close(self) -> None:
+        """End streams and threads. The store is the caller's."""
+        self._locator.close()
+        if self._executor is not None:
+            self._executor.close()
+            self._executor = None
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # Restoring
+
+    def make_policy(self, name: str | None = None) -> Policy:
+        """A policy as this engine would run it; to simulate with, for one. After `warmup`, or with costs given."""
+        return find(name or self.policy)(
+            self.known_costs,
+            token_budget=self.token_budget,
+            hidden_tokens=self.hidden_tokens,
+            staging_cells=self.staging_cells,
+        )
+
+    @property
+    def layout(self) -> Layout:
+        """Of a stored chunk."""
+        return self._layout(self.chunk_tokens)
+
+    @property
+    def staging_cells(self) -> int:
+        """(token, layer) pairs in a staging buffer: one chunk's."""
+        return self.chunk_tokens * self.model.config.num_layers
+
+    def _fingerprint(self, digest: str) -> str:
+        return model_fingerprint(digest, self.model.config.kv_fields(), _name(self.model.dtype))
+
+    def _layout(self, tokens: int) -> Layout:
+        config = self.model.config
+        parts = tuple(PartSpec(name, _name(self.model.dtype), config.head_dim) for name in ("k", "v"))
+        return Layout(layers=config.num_layers, kv_heads=config.kv_heads, tokens=tokens, parts=parts)
+
+    def _check(self, prompt: Sequence[int], room: int) -> torch.Tensor:
+        ids = np.asarray(prompt)
+        if ids.ndim != 1 or not ids.size or ids.dtype.kind not in "iu":
+            raise ValueError(
+                f"a prompt must be a sequence of at least one token id, not {ids.dtype} values of shape {ids.shape}"
+            )
+        low, high, vocab = int(ids.min()), int(ids.max()), self.model.config.vocab_size
+        if low < 0 or high >= vocab:
+            raise ValueError(f"token id {low if low < 0 else high} is not in the model's vocabulary of {vocab}")
+        tokens = torch.from_numpy(ids.astype(np.int64))
+        total, most = len(tokens) + room, self.model.max_positions
+        if total > most:
+            raise ValueError(f"{len(tokens)} tokens and {room} to come are more than the model's {most} positions")
+        if self.pages.pages_for(total) > self.pages.num_pages:
+            cache = self.pages.num_pages * self.page_size
+            raise ValueError(f"{len(tokens)} tokens and {room} to come do not fit cache_tokens={cache}; raise it")
+        return tokens
+
+    def _locate(self, id: str, tokens: torch.Tensor, room: int, timeline: Timeline) -> Restored:
+        located = self._locator.locate(tokens.numpy(), **self._key_options)
+        config = self.model.config
+        request = Request(
+            id,
+            located.boundaries,
+            tuple(chunk is not None for chunk in located.chunks),
+            tuple(config.window(layer) for layer in range(config.num_layers)),
+        )
+        failures = Counter(located.failures)
+        return Restored(id, tokens, request, located, located.seconds, room, failures, timeline, located.leased)
+
+    def _drive(self, loop: Loop, waiting: deque[Restored]) -> None:
+        """Admit prompts as pages become free, and let the loop run until all are done."""
+        while waiting or not loop.idle:
+            planes = loop.policy.planes
+            for id in [id for id, plane in planes.items() if id in self._aborts and not plane.done]:
+                loop.policy.cancel(id)
+            while waiting and (waiting[0].id in self._aborts or self._admit(waiting[0], loop)):
+                restored = waiting.popleft()
+                if restored.session is None:
+                    self._release_leases(restored)
+            if waiting and loop.idle:
+                total = len(waiting[0].tokens) + waiting[0].room
+                raise RuntimeError(
+                    f"{total} tokens need {self.pages.pages_for(total)} pages and {self.pages.free_pages} are free; "
+                    "release restored prompts or raise cache_tokens"
+                )
+            loop.step()
+
+    def _admit(self, restored: Restored, loop: Loop) -> bool:
+        pages = self.pages.allocate(len(restored.tokens) + restored.room)
+        if pages is None:
+            return False
+        plane = Plane(restored.request)
+        restored.session = Session(plane, restored.tokens, pages, restored.located.chunks)
+        self._sessions.add(restored.session)
+        loop.policy.add(plane)
+        return True
+
+    def _done(self, restored: Restored, plane: Plane, ttft: float) -> None:
+        if plane.cancelled:  # while its last op was in flight
+            return
+        assert restored.session is not None
+        restored.ttft = ttft
+        restored.first_token, restored.logits = restored.session.first_token, restored.session.logits
+
+    def _drained(self, restored: Restored, plane: Plane) -> None:
+        assert self._executor is not None
+        self._sessions.remove(restored.id)
+        self._executor.forget(restored.id)
+        self._release_leases(restored)
+        if plane.cancelled:
+            self.release(restored)
+
+    def _release_leases(self, restored: Restored) -> None:
+        leased, restored.leased = restored.leased, ()
+        self._locator.release(leased)
+
+    def _abandon(self, batch: Iterable[Restored]) -> None:
+        """After an error or an interrupt: let what is in flight end, then give everything back."""
+        assert self._executor is not None
+        self._executor.drain()
+        for restored in batch:
+            if restored.id in self._sessions:
+                self._sessions.remove(restored.id)
+            self._release_leases(restored)
+            self.release(restored)
+
+    # Generating and saving
+
+    def _decode(self, batch: list[Restored], max_new_tokens: int, stop: frozenset[int]) -> list[Generated]:
+        """One token a step for every prompt that goes on."""
+        assert self._executor is not None
+        generated = [Generated([] if r.first_token is None else [r.first_token], r) for r in batch]
+        for _ in range(max_new_tokens - 1):
+            running = [g for g in generated if g.tokens and g.tokens[-1] not in stop]
+            if not running:
+                break
+            for g, token in zip(running, self._executor.call(partial(self._step, running)), strict=True):
+                g.tokens.append(token)
+        return generated
+
+    def _step(self, running: list[Generated]) -> list[int]:
+        parts = []
+        for g in running:
+            assert g.restored.session is not None
+            position = len(g.restored.tokens) + len(g.tokens) - 1
+            parts.append(Part(position, position + 1, g.restored.session.pages))
+        hidden = self.model.embed(torch.tensor([g.tokens[-1] for g in running]))
+        batch = RaggedBatch.build(parts, self.page_size)
+        self.model.forward(range(self.model.config.num_layers), batch, hidden, self.pages.layers)
+        return self.model.logits(hidden).argmax(dim=-1).tolist()
+
+    def _save(self, batch: Sequence[tuple[Restored, Sequence[int]]]) -> Saved:
+        """Store every chunk and tail that is complete in pages and not in the store; waits until all is written.
+
+        batch: prompts, and the tokens behind each whose KV is in pages too.
+        """
+        assert self._executor is not None
+        results: list[WriteResult] = []
+        try:
+            for restored, more in batch:
+                for start, count, key in self._objects([*restored.tokens.tolist(), *more]):
+                    if self._storable(restored, start, start + count, key):
+                        assert restored.session is not None
+                        self._executor.save(restored.session, start, self._layout(count), key, results.append)
+        finally:
+            self._executor.flush()  # also before an error makes the caller give back the pages
+        refused = Counter(str(r.reason) for r in results if r.reason not in (None, EXISTS))
+        written = [r for r in results if r.reason is None]
+        return Saved(len(written), sum(r.nbytes for r in written), dict(refused))
+
+    def _objects(self, tokens: Sequence[int]) -> list[tuple[int, int, str]]:
+        """(first token, tokens, key) of every object that a text makes."""
+        keys = chunk_keys(tokens, **self._key_options)
+        objects = [(i * self.chunk_tokens, self.chunk_tokens, key) for i, key in enumerate(keys.chunks)]
+        start = len(keys.chunks) * self.chunk_tokens
+        tail_pages = (len(tokens) - start) // self.page_size
+        if tail_pages:
+            objects.append((start, tail_pages * self.page_size, keys.tail(tail_pages)))
+        return objects
+
+    def _storable(self, restored: Restored, start: int, stop: int, key: str) -> bool:
+        """Not in the store, and whole in pages: with sliding windows, cells that nobody needed were not restored."""
+        if restored.session is None:
+            return False
+        plane, request = restored.session.plane, restored.request
+        for column, chunk in enumerate(restored.located.chunks):
+            if chunk is not None and chunk.key == key and plane.available[column]:
+                return False
+        first, last = request.column_at(start), request.column_at(min(stop, request.tokens) - 1) + 1
+        return start >= request.tokens or all(plane.filled(first, last, layer) for layer in range(plane.layers))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,318 @@
+"""The loop's back end in real time: compute and copy streams, fetch workers, bounded staging."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+
+from cacheflow.costs.base import Costs
+from cacheflow.loop import AHEAD, Completion, Failures
+from cacheflow.op import COMPUTE, COPY, FETCH, Op
+from cacheflow.sessions import Landing, Prepared, Session, Sessions
+from cacheflow.stores.base import ERROR, TIMEOUT, Store, WriteResult, aligned_buffer
+from cacheflow.stores.layout import Layout
+from cacheflow.streams import CpuStream, Event, Job, Stream, Workers
+from cacheflow.timeline import Span, Timeline
+from models.decoder import Decoder
+
+T = TypeVar("T")
+
+STORE = "store"  # the stream that saves
+
+
+@dataclass(eq=False)
+class Fetch:
+    """A fetch in flight. The staging buffer stays with it until its copy has ended or, when it was given up after the
+    deadline, until the store returns: a late write must not hit a buffer that somebody else uses by then."""
+
+    op: Op
+    buffer: torch.Tensor
+    landings: list[Landing]
+    deadline: float
+    job: Job
+    start: float = 0.0
+    end: float = 0.0
+    reasons: list[str | None] = field(default_factory=list)
+
+
+class Executor:
+    """Runs ops. All methods are called on the loop's thread; work runs on streams and workers.
+
+    streams: makes a stream from its name; by default CPU threads, `compute` with PyTorch's intra-op threads, the
+        others with one each.
+    staging_bytes: of each of the AHEAD staging buffers.
+    timeout: seconds that a fetch may take beyond three times its estimate before it counts as lost.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        sessions: Sessions,
+        store: Store,
+        costs: Costs,
+        *,
+        staging_bytes: int,
+        timeout: float,
+        streams: Callable[[str], Stream] | None = None,
+    ) -> None:
+        self.model = model
+        self.sessions = sessions
+        self.store = store
+        self.costs = costs
+        self.timeout = timeout
+        self.timeline = Timeline()
+        self._origin = time.perf_counter()
+        make = streams or _cpu_stream
+        self.compute, self.copy, self.offload = (make(name) for name in (COMPUTE, COPY, STORE))
+        self._workers = Workers(AHEAD, "cacheflow-fetch")
+        self._staging = [torch.from_numpy(aligned_buffer(staging_bytes)) for _ in range(AHEAD)]
+        for buffer in self._staging:
+            store.register(buffer.numpy())
+        self._buffers = list(self._staging)  # those that are free
+        self._fetches: list[Fetch] = []
+        self._hanging: list[Fetch] = []  # given up, and the store has not returned
+        self._copied: dict[str, Event] = {}
+        self._link_free = 0.0
+        self._ended: queue.SimpleQueue[Callable[[], Completion | None]] = queue.SimpleQueue()
+
+    # The loop's protocol
+
+    def now(self) -> float:
+        return time.perf_counter() - self._origin
+
+    def can_take(self, kind: str) -> bool:
+        if kind != FETCH:
+            return True
+        for fetch in [fetch for fetch in self._hanging if fetch.job.ended.is_set()]:
+            self._hanging.remove(fetch)
+            self._buffers.append(fetch.buffer)
+        # While the store holds all staging, fetches are taken, and fail at once: a request waits for one timeout of
+        # each buffer, not for one of each chunk.
+        return bool(self._buffers) or len(self._hanging) == len(self._staging)
+
+    def submit(self, op: Op, landed: Completion | None = None) -> None:
+        if op.kind == COMPUTE:
+            self._submit_compute(op)
+        elif op.kind == FETCH:
+            self._submit_fetch(op)
+        else:
+            assert landed is not None and isinstance(landed.handle, Fetch)
+            self._submit_copy(op, landed.handle)
+
+    def wait(self) -> Iterable[Completion]:
+        completions: list[Completion] = []
+        try:
+            take = self._ended.get(timeout=self._seconds_to_deadline())
+            while True:
+                completion = take()
+                if completion is not None:
+                    completions.append(completion)
+                take = self._ended.get_nowait()
+        except queue.Empty:
+            return completions + self._expire()
+
+    def drain(self) -> None:
+        """After an error: let everything in flight end, and forget what it was for."""
+        for stream in (self.compute, self.copy):
+            stream.record().wait()
+        for fetch in self._fetches:
+            fetch.job.ended.wait(max(0.0, fetch.deadline - time.perf_counter()))
+            if self._workers.give_up(fetch.job):
+                self._hanging.append(fetch)
+        self._fetches.clear()
+        self._copied.clear()
+        while not self._ended.empty():
+            self._ended.get()
+        hanging = [fetch.buffer for fetch in self._hanging]
+        self._buffers = [buffer for buffer in self._staging if not any(buffer is held for held in hanging)]
+
+    def wake(self) -> None:
+        """Let `wait` return. May be called from any thread."""
+        self._ended.put(lambda: None)
+
+    def forget(self, request: str) -> None:
+        """Drop what is kept for a request that has nothing in flight."""
+        self._copied.pop(request, None)
+
+    def close(self) -> None:
+        for stream in (self.compute, self.copy, self.offload):
+            stream.close()
+        self._workers.close()
+
+    # Compute
+
+    def _submit_compute(self, op: Op) -> None:
+        prepared = self.sessions.prepare(op)
+        for request in op.requests:
+            if request in self._copied:
+                # The op attends to cells that copies queued so far are still writing into pages.
+                self.compute.wait(self._copied[request])
+        self.compute.run(lambda: self._run(prepared), self._reporter(op))
+
+    def _run(self, prepared: Prepared) -> None:
+        model, states = self.model, self.sessions.hidden.states
+        hidden = model.embed(prepared.tokens) if prepared.tokens is not None else states[prepared.rows]
+        model.forward(prepared.op.layers, prepared.batch, hidden, self.sessions.pages.layers)
+        if prepared.keep is not None:
+            batch_rows, pool_rows = prepared.keep
+            states[pool_rows] = hidden[batch_rows]
+        for session, row in prepared.sampled:
+            logits = model.logits(hidden[row : row + 1])[0]
+            session.logits, session.first_token = logits, int(logits.argmax())
+
+    def _reporter(self, op: Op, after: Callable[[], None] = lambda: None) -> Callable[..., None]:
+        """What a stream calls when an op ended: the completion is taken by the loop's thread."""
+
+        def ended(start: float, end: float, error: BaseException | None) -> None:
+            def take() -> Completion:
+                if error is not None:
+                    raise error
+                after()
+                return self._complete(op, start, end)
+
+            self._ended.put(take)
+
+        return ended
+
+    def _complete(self, op: Op, start: float, end: float, failures: Failures = (), handle: object = None) -> Completion:
+        start, end = start - self._origin, end - self._origin
+        moved = 0 if op.kind == COMPUTE else op.tokens * len(op.layers) * self.costs.shape.cell_bytes
+        self.timeline.add(Span(op, op.kind, start, end, moved))
+        return Completion(op, start, end, failures, handle)
+
+    def call(self, work: Callable[[], T]) -> T:
+        """Run something on the compute stream, behind what is queued there, and wait for its result."""
+        result: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        value: list[T] = []
+        self.compute.run(lambda: value.append(work()), lambda start, end, error: result.put(error))
+        try:
+            error = result.get()
+        except BaseException:  # interrupted: the caller would give back the pages that the work goes on using
+            self.compute.record().wait()
+            raise
+        if error is not None:
+            raise error
+        return value[0]
+
+    # Saving
+
+    def save(
+        self, session: Session, start: int, layout: Layout, key: str, ended: Callable[[WriteResult], None]
+    ) -> None:
+        """Write tokens [start, start + layout.tokens) of a session to the store, once all that was queued has run.
+
+        ended is called on the store stream's thread. The session's pages must stay until then.
+        """
+        # What was queued so far fills these cells; without the two events stale pages could be stored.
+        for stream in (self.compute, self.copy):
+            self.offload.wait(stream.record())
+        slots = self.sessions.pages.slots(session.pages, start, start + layout.tokens)
+        result = WriteResult(ok=False, reason=ERROR, nbytes=0)
+
+        def work() -> None:
+            nonlocal result
+            pages = self.sessions.pages
+            shape = (layout.layers, len(layout.parts), layout.kv_heads, layout.tokens, layout.parts[0].width)
+            staging = torch.empty(shape, dtype=self.sessions.dtype)
+            self.model.ops.staging_from_pages(pages.k, slots, staging[:, 0])
+            self.model.ops.staging_from_pages(pages.v, slots, staging[:, 1])
+            result = self.store.write(key, layout, staging.view(torch.uint8).numpy().reshape(-1))
+
+        # A store that raises has not stored; that is all that saving needs to know.
+        self.offload.run(work, lambda start, end, error: ended(result))
+
+    def flush(self) -> None:
+        """Wait until everything to be saved is written or refused."""
+        saved = self.offload.record()
+        try:
+            saved.wait()
+        except BaseException:  # interrupted: pages given back now could be stored with another prompt's KV
+            saved.wait()
+            raise
+
+    # Fetch and copy
+
+    def _submit_fetch(self, op: Op) -> None:
+        now = time.perf_counter()
+        if not self._buffers:
+            failures = tuple((part, TIMEOUT) for part in op.parts)
+            self._ended.put(lambda: self._complete(op, now, now, failures))
+            return
+        buffer = self._buffers.pop()
+        patience = self.timeout + 3 * (self.costs.latency + AHEAD * self.costs.seconds(op))
+        job = Job(lambda: self._fetch(fetch))
+        fetch = Fetch(op, buffer, self.sessions.landings(op, buffer), deadline=now + patience, job=job)
+        self._fetches.append(fetch)
+        self._workers.run(job)
+
+    def _fetch(self, fetch: Fetch) -> None:
+        """On a worker's thread."""
+        fetch.start = time.perf_counter()
+        try:
+            results = self.store.read([landing.read for landing in fetch.landings])
+            fetch.reasons = [
+                None if result.ok else result.reason or ERROR for result, _ in zip(results, fetch.landings, strict=True)
+            ]
+        except Exception:  # a store that answers with anything but a result for each read is one of these
+            fetch.reasons = [ERROR] * len(fetch.landings)
+        fetch.end = time.perf_counter()
+        self._ended.put(lambda: self._arrived(fetch))
+
+    def _arrived(self, fetch: Fetch) -> Completion | None:
+        if fetch not in self._fetches:
+            return None  # given up
+        self._fetches.remove(fetch)
+        failures = tuple(
+            (landing.part, reason)
+            for landing, reason in zip(fetch.landings, fetch.reasons, strict=True)
+            if reason is not None
+        )
+        if len(failures) == len(fetch.landings):
+            self._buffers.append(fetch.buffer)
+        # Fetches that are in flight together share the link: each counts from the end of the one before it.
+        start = min(max(fetch.start, self._link_free), fetch.end)
+        self._link_free = max(fetch.end, self._link_free)
+        return self._complete(fetch.op, start, fetch.end, failures, fetch)
+
+    def _seconds_to_deadline(self) -> float | None:
+        if not self._fetches:
+            return None
+        return max(0.0, min(fetch.deadline for fetch in self._fetches) - time.perf_counter())
+
+    def _expire(self) -> list[Completion]:
+        now = time.perf_counter()
+        completions = []
+        for fetch in [fetch for fetch in self._fetches if fetch.deadline <= now]:
+            if not self._workers.give_up(fetch.job):
+                continue  # it has just arrived: the next wait takes it
+            self._fetches.remove(fetch)
+            self._hanging.append(fetch)
+            failures = tuple((landing.part, TIMEOUT) for landing in fetch.landings)
+            completions.append(self._complete(fetch.op, fetch.start or now, now, failures))
+        return completions
+
+    def _submit_copy(self, op: Op, fetch: Fetch) -> None:
+        landings = [x for x, reason in zip(fetch.landings, fetch.reasons, strict=True) if reason is None]
+        self.copy.run(lambda: self._copy(op, landings), self._reporter(op, lambda: self._buffers.append(fetch.buffer)))
+        event = self.copy.record()
+        self._copied.update(dict.fromkeys(op.requests, event))
+
+    def _copy(self, op: Op, landings: list[Landing]) -> None:
+        """On the copy stream."""
+        pages = self.sessions.pages
+        band = slice(op.layers.start, op.layers.stop)
+        for landing in landings:
+            self.model.ops.pages_from_staging(landing.staging[:, 0], pages.k[band], landing.slots)
+            self.model.ops.pages_from_staging(landing.staging[:, 1], pages.v[band], landing.slots)
+
+
+def _cpu_stream(name: str) -> CpuStream:
+    threads = torch.get_num_threads()
+    stream = CpuStream(f"cacheflow-{name}", threads if name == COMPUTE else 1)
+    torch.set_num_threads(threads)
+    return stream

@@ -1,0 +1,188 @@
+"""What a request owns on the device while it is being restored and decoded, and how ops become batches over it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from cacheflow.op import Op, Part
+from cacheflow.pages import HiddenPool, PagePool
+from cacheflow.plane import Plane
+from cacheflow.stores.base import Read
+from cacheflow.stores.layout import Layout
+from kernels import batch as ragged
+
+DIRECT = 4096  # bytes; a destination that begins at a multiple of it can be filled by a disk without a copy
+
+
+@dataclass(frozen=True)
+class StoredChunk:
+    """The object in the store that holds a prefix column; it may hold one token more than that, the prompt's last."""
+
+    key: str
+    layout: Layout
+
+
+@dataclass
+class Session:
+    """One request on the device.
+
+    tokens: the prompt, [n] int64 on the host. pages: ids, in token order; with room for what will be decoded.
+    chunks: the stored object of every prefix column, None for a hole.
+    hidden_rows: rows of the hidden pool, by column, of hidden states that wait between two ops.
+    first_token, logits: set by the op that advances the last token; logits is [vocab] float on the host.
+    """
+
+    plane: Plane
+    tokens: torch.Tensor
+    pages: list[int]
+    chunks: tuple[StoredChunk | None, ...]
+    hidden_rows: dict[int, list[int]] = field(default_factory=dict)
+    first_token: int | None = None
+    logits: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A compute op laid out for the device, on the host and before it runs.
+
+    rows: where the hidden states at the band's first layer lie in the hidden pool; None: they are embedded.
+    keep: (batch rows, hidden pool rows) to be kept when the op ends.
+    sampled: (session, batch row) whose last token ends with this op.
+    """
+
+    op: Op
+    batch: ragged.RaggedBatch
+    tokens: torch.Tensor | None
+    rows: slice | torch.Tensor | None
+    keep: tuple[torch.Tensor, slice | torch.Tensor] | None
+    sampled: tuple[tuple[Session, int], ...]
+
+
+@dataclass(frozen=True)
+class Landing:
+    """One chunk of a fetch op: its share of the staging buffer and its way into pages.
+
+    staging: [layers, 2, kv_heads, tokens, width], K before V, a view of the staging buffer. slots: [tokens] int64, -1
+    for tokens of the object that the column does not use. part: the column as a part of the op.
+    """
+
+    part: Part
+    read: Read
+    staging: torch.Tensor
+    slots: torch.Tensor
+
+
+def adjacent(rows: Sequence[int]) -> slice | torch.Tensor:
+    """Row numbers as a slice if they are neighbours, which reads without a copy, else as an index."""
+    if list(rows) == list(range(rows[0], rows[0] + len(rows))):
+        return slice(rows[0], rows[0] + len(rows))
+    return torch.tensor(rows, dtype=torch.int64)
+
+
+class Sessions:
+    """All sessions, and the preparation of ops over them. Runs on the loop's thread only."""
+
+    def __init__(self, pages: PagePool, hidden: HiddenPool) -> None:
+        self.pages = pages
+        self.hidden = hidden
+        self.dtype = pages.k.dtype
+        self._by_id: dict[str, Session] = {}
+
+    def add(self, session: Session) -> None:
+        self._by_id[session.plane.request.id] = session
+
+    def remove(self, request: str) -> None:
+        session = self._by_id.pop(request)
+        for rows in session.hidden_rows.values():
+            self.hidden.release(rows)
+        session.hidden_rows.clear()
+
+    def __contains__(self, request: str) -> bool:
+        return request in self._by_id
+
+    def __getitem__(self, request: str) -> Session:
+        return self._by_id[request]
+
+    def prepare(self, op: Op) -> Prepared:
+        """Lay out a compute op that its planes have just accounted for."""
+        last = op.layers.stop == self._by_id[op.parts[0].request].plane.layers
+        parts, sampled, row = [], [], 0
+        for part in op.parts:
+            session = self._by_id[part.request]
+            advance = (1 if last else None) if part.advance else 0
+            parts.append(ragged.Part(part.start, part.stop, session.pages, part.project, advance))
+            row += part.tokens
+            if last and part.advance:
+                sampled.append((session, row - 1))
+        batch = ragged.RaggedBatch.build(parts, self.pages.page_size)
+        tokens, rows = None, None
+        if op.layers.start == 0:
+            tokens = torch.cat([self._by_id[p.request].tokens[p.start : p.stop] for p in op.parts])
+        else:
+            rows = adjacent([row for session, column, _ in self._columns(op) for row in session.hidden_rows[column]])
+        # Columns that are complete now need their rows no more. The op may still read them: whoever gets them next
+        # writes them in a later op of the same stream.
+        for session in self._by_id.values():
+            self._drop_finished(session)
+        keep = self._keep(op)
+        if isinstance(rows, slice):
+            keep = None  # the states are a view of the pool and are updated in place
+        return Prepared(op, batch, tokens, rows, keep, tuple(sampled))
+
+    def _columns(self, op: Op) -> list[tuple[Session, int, int]]:
+        """(session, column, first batch row) of every column of a compute op."""
+        found, row = [], 0
+        for part in op.parts:
+            session = self._by_id[part.request]
+            for column in range(*session.plane.columns_of(part)):
+                found.append((session, column, row))
+                row += session.plane.request.width(column)
+        return found
+
+    def _keep(self, op: Op) -> tuple[torch.Tensor, slice | torch.Tensor] | None:
+        """Which hidden states outlive the op, and where."""
+        batch_rows: list[int] = []
+        pool_rows: list[int] = []
+        for session, column, first in self._columns(op):
+            width = session.plane.request.width(column)
+            if session.plane.holds(column):
+                if column not in session.hidden_rows:
+                    session.hidden_rows[column] = self.hidden.allocate(width)
+                batch_rows.extend(range(first, first + width))
+                pool_rows.extend(session.hidden_rows[column])
+        return (torch.tensor(batch_rows, dtype=torch.int64), adjacent(pool_rows)) if batch_rows else None
+
+    def _drop_finished(self, session: Session) -> None:
+        """Give back the hidden states of columns that need no more of them."""
+        for column in [c for c in session.hidden_rows if not session.plane.holds(c)]:
+            self.hidden.release(session.hidden_rows.pop(column))
+
+    def landings(self, op: Op, buffer: torch.Tensor) -> list[Landing]:
+        """Lay out a fetch op over a staging buffer, [bytes] uint8 on the host."""
+        found, offset = [], 0
+        for part in op.parts:
+            session = self._by_id[part.request]
+            for column in range(*session.plane.columns_of(part)):
+                chunk = session.chunks[column]
+                assert chunk is not None, "a policy fetches only what is stored"
+                layout = chunk.layout
+                size = layout.selection_nbytes(op.layers, layout.all_parts, layout.all_kv_heads)
+                region = buffer[offset : offset + size]
+                offset += -(-size // DIRECT) * DIRECT
+                piece = session.plane.part(column, column + 1)
+                slots = self.pages.slots(session.pages, piece.start, piece.stop)
+                slots = torch.nn.functional.pad(slots, (0, layout.tokens - piece.tokens), value=-1)
+                read = Read(
+                    key=chunk.key,
+                    layout=layout,
+                    layers=op.layers,
+                    parts=layout.all_parts,
+                    kv_heads=layout.all_kv_heads,
+                    destination=region.numpy(),
+                )
+                shape = (len(op.layers), len(layout.parts), layout.kv_heads, layout.tokens, layout.parts[0].width)
+                found.append(Landing(piece, read, region.view(self.dtype).view(shape), slots))
+        return found
