@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,68 +15,23 @@ import torch
 from cacheflow.costs.base import Costs
 from cacheflow.costs.measure import measure
 from cacheflow.executor import Executor
-from cacheflow.keys import chunk_keys, model_fingerprint
-from cacheflow.lookup import Located, Locator
-from cacheflow.loop import Loop
+from cacheflow.keys import model_fingerprint
+from cacheflow.lookup import Locator
 from cacheflow.pages import HiddenPool, PagePool
-from cacheflow.plane import Plane
 from cacheflow.policies import Policy, find
 from cacheflow.request import Request
-from cacheflow.sessions import DIRECT, Session, Sessions
+from cacheflow.restoration import Restoration
+from cacheflow.results import Generated, Restored, Saved
+from cacheflow.saving import save
+from cacheflow.sessions import DIRECT, Sessions
 from cacheflow.stores import open_store
-from cacheflow.stores.base import EXISTS, Store, WriteResult
+from cacheflow.stores.base import Store
 from cacheflow.stores.layout import Layout, PartSpec
 from cacheflow.streams import Stream
 from cacheflow.timeline import Timeline
 from kernels.batch import Part, RaggedBatch
 from models.decoder import Decoder
 from models.weights import weights_digest
-
-
-@dataclass(eq=False)
-class Restored:
-    """A prompt whose KV is in pages again and whose first token is known. Its pages stay taken until `release`.
-
-    id: what `restore` was told, or one of the engine's own. tokens: the prompt, [n] int64.
-    first_token: greedy, and the logits, [vocab], it was chosen from; None when it was aborted before.
-    ttft: seconds from `restore` accepted, its keys looked up, to the first token's id on the host.
-    lookup_seconds: spent on keys and look-up before that.
-    failures: look-ups and loads that failed, by reason; what they were for was recomputed.
-    request: the prompt as columns. session: its pages. timeline: of the whole `restore` call, all its prompts.
-    leased: objects that the store keeps for it while it is on its way.
-    """
-
-    id: str
-    tokens: torch.Tensor
-    request: Request
-    located: Located
-    lookup_seconds: float
-    room: int
-    failures: Counter[str]
-    timeline: Timeline
-    leased: tuple[str, ...] = ()
-    session: Session | None = None
-    first_token: int | None = None
-    logits: torch.Tensor | None = None
-    ttft: float = float("nan")
-
-
-@dataclass(frozen=True)
-class Generated:
-    """tokens: ids that follow the prompt, fewer than asked for after a stop token or an abort. restored: the start."""
-
-    tokens: list[int]
-    restored: Restored
-
-
-@dataclass(frozen=True)
-class Saved:
-    """What one call added to the store. chunks, bytes: objects and their payload. refused: objects not written, by
-    reason."""
-
-    chunks: int
-    bytes: int
-    refused: dict[str, int] = field(default_factory=dict)
 
 
 class Engine:
@@ -225,31 +179,19 @@ class Engine:
             raise ValueError(f"ids {names} must be different, and as many as the {len(accepted)} prompts")
         self.warmup()
         assert self._executor is not None
-        timeline = self._executor.timeline = Timeline()
-        by_id: dict[str, Restored] = {}
-        loop = Loop(
-            self.make_policy(policy),
-            self._executor,
-            on_done=lambda plane, now: self._done(by_id[plane.request.id], plane, now - accepted_at),
-            on_drained=lambda plane: self._drained(by_id[plane.request.id], plane),
-        )
+        self._executor.timeline = Timeline()
+        restoration = Restoration(self.make_policy(policy), self._executor, self._locator, self.pages, self._aborts)
         try:
             for name, tokens in zip(names, accepted, strict=True):
-                by_id[name] = self._locate(name, tokens, room, timeline)
-            accepted_at = self._executor.now()
-            self._drive(loop, deque(by_id.values()))
-        except BaseException:
-            self._abandon(by_id.values())  # KeyboardInterrupt too
+                restoration.add(self._locate(name, tokens, room, self._executor.timeline))
+            return restoration.run()
+        except BaseException:  # KeyboardInterrupt too
+            restoration.abandon()
             raise
-        for (request, reason), count in loop.failures.items():
-            by_id[request].failures[reason] += count
-        return list(by_id.values())
 
     def release(self, restored: Restored) -> None:
         """Give a prompt's pages back."""
-        if restored.session is not None:
-            self.pages.release(restored.session.pages)
-            restored.session = None
+        restored.release(self.pages)
 
     def generate(
         self,
@@ -360,64 +302,11 @@ class Engine:
         failures = Counter(located.failures)
         return Restored(id, tokens, request, located, located.seconds, room, failures, timeline, located.leased)
 
-    def _drive(self, loop: Loop, waiting: deque[Restored]) -> None:
-        """Admit prompts as pages become free, and let the loop run until all are done."""
-        while waiting or not loop.idle:
-            planes = loop.policy.planes
-            for id in [id for id, plane in planes.items() if id in self._aborts and not plane.done]:
-                loop.policy.cancel(id)
-            while waiting and (waiting[0].id in self._aborts or self._admit(waiting[0], loop)):
-                restored = waiting.popleft()
-                if restored.session is None:
-                    self._release_leases(restored)
-            if waiting and loop.idle:
-                total = len(waiting[0].tokens) + waiting[0].room
-                raise RuntimeError(
-                    f"{total} tokens need {self.pages.pages_for(total)} pages and {self.pages.free_pages} are free; "
-                    "release restored prompts or raise cache_tokens"
-                )
-            loop.step()
-
-    def _admit(self, restored: Restored, loop: Loop) -> bool:
-        pages = self.pages.allocate(len(restored.tokens) + restored.room)
-        if pages is None:
-            return False
-        plane = Plane(restored.request)
-        restored.session = Session(plane, restored.tokens, pages, restored.located.chunks)
-        self._sessions.add(restored.session)
-        loop.policy.add(plane)
-        return True
-
-    def _done(self, restored: Restored, plane: Plane, ttft: float) -> None:
-        if plane.cancelled:  # while its last op was in flight
-            return
-        assert restored.session is not None
-        restored.ttft = ttft
-        restored.first_token, restored.logits = restored.session.first_token, restored.session.logits
-
-    def _drained(self, restored: Restored, plane: Plane) -> None:
-        assert self._executor is not None
-        self._sessions.remove(restored.id)
-        self._executor.forget(restored.id)
-        self._release_leases(restored)
-        if plane.cancelled:
-            self.release(restored)
-
-    def _release_leases(self, restored: Restored) -> None:
-        leased, restored.leased = restored.leased, ()
-        self._locator.release(leased)
-
-    def _abandon(self, batch: Iterable[Restored]) -> None:
-        """After an error or an interrupt: let what is in flight end, then give everything back."""
-        assert self._executor is not None
-        self._executor.drain()
-        for restored in batch:
-            if restored.id in self._sessions:
-                self._sessions.remove(restored.id)
-            self._release_leases(restored)
-            self.release(restored)
-
     # Generating and saving
+
+    def _save(self, batch: Sequence[tuple[Restored, Sequence[int]]]) -> Saved:
+        assert self._executor is not None
+        return save(batch, self._executor, self._layout, self._key_options)
 
     def _decode(self, batch: list[Restored], max_new_tokens: int, stop: frozenset[int]) -> list[Generated]:
         """One token a step for every prompt that goes on."""
@@ -441,46 +330,6 @@ class Engine:
         batch = RaggedBatch.build(parts, self.page_size)
         self.model.forward(range(self.model.config.num_layers), batch, hidden, self.pages.layers)
         return self.model.logits(hidden).argmax(dim=-1).tolist()
-
-    def _save(self, batch: Sequence[tuple[Restored, Sequence[int]]]) -> Saved:
-        """Store every chunk and tail that is complete in pages and not in the store; waits until all is written.
-
-        batch: prompts, and the tokens behind each whose KV is in pages too.
-        """
-        assert self._executor is not None
-        results: list[WriteResult] = []
-        try:
-            for restored, more in batch:
-                for start, count, key in self._objects([*restored.tokens.tolist(), *more]):
-                    if self._storable(restored, start, start + count, key):
-                        assert restored.session is not None
-                        self._executor.save(restored.session, start, self._layout(count), key, results.append)
-        finally:
-            self._executor.flush()  # also before an error makes the caller give back the pages
-        refused = Counter(str(r.reason) for r in results if r.reason not in (None, EXISTS))
-        written = [r for r in results if r.reason is None]
-        return Saved(len(written), sum(r.nbytes for r in written), dict(refused))
-
-    def _objects(self, tokens: Sequence[int]) -> list[tuple[int, int, str]]:
-        """(first token, tokens, key) of every object that a text makes."""
-        keys = chunk_keys(tokens, **self._key_options)
-        objects = [(i * self.chunk_tokens, self.chunk_tokens, key) for i, key in enumerate(keys.chunks)]
-        start = len(keys.chunks) * self.chunk_tokens
-        tail_pages = (len(tokens) - start) // self.page_size
-        if tail_pages:
-            objects.append((start, tail_pages * self.page_size, keys.tail(tail_pages)))
-        return objects
-
-    def _storable(self, restored: Restored, start: int, stop: int, key: str) -> bool:
-        """Not in the store, and whole in pages: with sliding windows, cells that nobody needed were not restored."""
-        if restored.session is None:
-            return False
-        plane, request = restored.session.plane, restored.request
-        for column, chunk in enumerate(restored.located.chunks):
-            if chunk is not None and chunk.key == key and plane.available[column]:
-                return False
-        first, last = request.column_at(start), request.column_at(min(stop, request.tokens) - 1) + 1
-        return start >= request.tokens or all(plane.filled(first, last, layer) for layer in range(plane.layers))
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -218,7 +218,7 @@ class Plane:
         if top == self.layers and last == self.columns and any(self.missing[self.prefix_columns :]):
             raise ImpossibleOp(f"{part} ends request {self.request.id} before its suffix is filled")
         for column in range(first, last):
-            self.height[column] = max(self.height[column], top)
+            self.height[column] = top
 
     def landed(self, layers: range, part: Part) -> None:
         """A fetch arrived, whole and verified, and its copy, which cannot fail, is queued at once: still in flight."""

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from cacheflow import bounds
-from cacheflow.engine import Engine, Restored
+from cacheflow.engine import Engine
+from cacheflow.results import Restored
 from cacheflow.simulate import Simulation
 from cacheflow.stores import Link
 from cacheflow.timeline import Summary

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 
 import torch
-from tabulate import tabulate
+from machine import about
 
 from cacheflow import demo_model, trials
 from cacheflow.commands import _common as common
@@ -60,9 +59,10 @@ def main() -> None:
         print(json.dumps([dict(zip(names, row, strict=True)) for row in rows], indent=1))
         return
     print(f"executor overhead, {args.tokens} + {SUFFIX} tokens of {model.label}, median of {args.repeats} runs")
-    print(f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}, {common.commit()}\n")
+    facts = about("torch", "numpy")
+    print(f"{facts['cpu']}, {torch.get_num_threads()} threads, {facts['versions']}, commit {facts['commit']}\n")
     shown = [(p, f"{ttft:.3f}", ops, f"{ms:.2f}", f"{share:.2%}") for p, ttft, ops, ms, share in rows]
-    print(tabulate(shown, headers=["policy", "TTFT s", "ops", "overhead ms", "of TTFT"], disable_numparse=True))
+    print(common.table(shown, ["policy", "TTFT\ns", "ops", "overhead\nms", "of TTFT"], right=range(1, 5)))
 
 
 if __name__ == "__main__":

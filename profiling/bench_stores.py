@@ -12,11 +12,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -25,13 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
+from machine import about, text
 from numpy.typing import NDArray
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from cacheflow.stores import DiskStore, Layout, MemoryStore, PartSpec, Read, Store, aligned_buffer  # noqa: E402
+from cacheflow.stores import DiskStore, Layout, MemoryStore, PartSpec, Read, Store, aligned_buffer
 
 MIB = 1 << 20
 BLOCKS = (1 * MIB, 4 * MIB, 16 * MIB, 64 * MIB)
@@ -184,34 +178,16 @@ class Bench:
             os.close(fd)
 
 
-def machine(folder: Path) -> dict[str, str]:
-    """What the numbers belong to."""
-    cpu = next(
-        (line.split(":")[1].strip() for line in _text("/proc/cpuinfo").splitlines() if line.startswith("model name")),
-        platform.processor(),
-    )
-    mounts = [line.split()[:3] for line in _text("/proc/mounts").splitlines()]
+def disk_of(folder: Path) -> str:
+    """The device that a folder is on, and its file system."""
+    mounts = [line.split()[:3] for line in text("/proc/mounts").splitlines()]
     over = [mount for mount in mounts if folder.resolve().is_relative_to(mount[1])]
     device = max(over, key=lambda mount: len(mount[1]), default=["?", "?", "?"])
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    return {
-        "cpu": f"{os.cpu_count()} x {cpu}",
-        "disk": f"{device[0]} ({device[2]})",
-        "system": platform.platform(),
-        "versions": f"Python {platform.python_version()}, NumPy {np.__version__}, xxhash {xxhash.VERSION}",
-        "commit": git.stdout.strip() or "not a commit",
-    }
+    return f"{device[0]} ({device[2]})"
 
 
-def _text(path: str) -> str:
-    try:
-        return Path(path).read_text()
-    except OSError:
-        return ""
-
-
-def _print(about: dict[str, str], layout: Layout, chunks: int, rounds: int, rows: list[Row]) -> None:
-    for name, value in about.items():
+def _print(facts: dict[str, str], layout: Layout, chunks: int, rounds: int, rows: list[Row]) -> None:
+    for name, value in facts.items():
         print(f"{name:9}{value}")
     print(f"data     {chunks} chunks of {layout.nbytes // MIB} MiB, {rounds} pairs a row; GB/s, median (p20-p80)\n")
     print(f"{'store':32}{'GB/s':>19}  {'baseline':44}{'GB/s':>19}  ratio  target")
@@ -257,15 +233,15 @@ def main() -> None:
         ]
     finally:
         shutil.rmtree(folder)
-    about = machine(folder.parent)
+    facts = {**about("numpy", "xxhash"), "disk": disk_of(folder.parent)}
     if options.json:
         print(
             json.dumps(
-                {**about, "layout": asdict(layout), "chunks": chunks, "rows": [asdict(r) for r in rows]}, indent=1
+                {**facts, "layout": asdict(layout), "chunks": chunks, "rows": [asdict(r) for r in rows]}, indent=1
             )
         )
     else:
-        _print(about, layout, chunks, options.rounds, rows)
+        _print(facts, layout, chunks, options.rounds, rows)
 
 
 if __name__ == "__main__":

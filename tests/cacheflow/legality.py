@@ -9,7 +9,7 @@ from functools import cache
 from itertools import pairwise
 
 from cacheflow.costs.base import Costs
-from cacheflow.loop import AHEAD, Failures, Loop
+from cacheflow.loop import AHEAD, Completion, Failures, Loop
 from cacheflow.op import COMPUTE, COPY, FETCH, Op, Part
 from cacheflow.plane import Plane
 from cacheflow.policies.base import Policy
@@ -24,7 +24,7 @@ Cell = tuple[str, int, int]  # request, column, layer
 
 @dataclass
 class Run:
-    """What happened. failed: by fetch op. held: most prefix tokens whose hidden states were kept at any decision."""
+    """What happened. failed: by fetch op. held: most prefix tokens whose hidden states were kept between two ops."""
 
     requests: Sequence[Request]
     policy: Policy
@@ -52,7 +52,7 @@ def run(
         result.failed[op] = fail(op)
         return result.failed[op]
 
-    backend = VirtualBackend(costs or policy.costs, failing)
+    backend = HiddenStates(costs or policy.costs, failing, result)
     loop = Loop(
         policy,
         backend,
@@ -67,11 +67,29 @@ def run(
         if victim in policy.planes:
             policy.cancel(victim)
         loop.step()
-        held = (p.request.width(c) for p in policy.planes.values() for c in range(p.prefix_columns) if p.holds(c))
-        result.held = max(result.held, sum(held))
         result.steps += 1
     result.spans = backend.timeline.spans
     return result
+
+
+class HiddenStates(VirtualBackend):
+    """Keeps hidden states as a real back end must: those that a plane holds when an op is queued, and no others."""
+
+    def __init__(self, costs: Costs, fail: Callable[[Op], Failures], result: Run) -> None:
+        super().__init__(costs, fail)
+        self.result = result
+        self.kept: set[tuple[str, int]] = set()
+
+    def submit(self, op: Op, landed: Completion | None = None) -> None:
+        super().submit(op, landed)
+        if op.kind != COMPUTE:
+            return
+        planes = self.result.planes
+        columns = {(part.request, c) for part in op.parts for c in range(*planes[part.request].columns_of(part))}
+        assert op.layers.start == 0 or columns <= self.kept, "the hidden state was given up"
+        self.kept = {(r, c) for r, c in self.kept | columns if planes[r].holds(c)}
+        held = (planes[r].request.width(c) for r, c in self.kept if c < planes[r].prefix_columns)
+        self.result.held = max(self.result.held, sum(held))
 
 
 def check(run: Run, cancelled: frozenset[str] = frozenset()) -> None:
@@ -190,14 +208,14 @@ def _check_compute(run: Run, by_id: dict[str, Request], filled: dict[Cell, float
                     filled.setdefault(cell, span.start)
             for part in op.parts:
                 request = by_id[part.request]
+                for column in _columns(request, part):
+                    height[part.request, column] = layer + (layer < op.layers[-1] or part.advance)
                 if layer == op.layers[-1] and not part.advance:
                     continue
                 last_layer = layer == request.layers - 1
                 start = part.stop - 1 if last_layer else part.start
                 for column in attended(request, start, part.stop, layer):
                     assert filled.get((part.request, column, layer), float("inf")) <= span.start + EPSILON
-                for column in _columns(request, part):
-                    height[part.request, column] = max(height[part.request, column], layer + 1)
                 if last_layer and part.stop == request.tokens:
                     suffix = range(len(request.stored), request.columns)
                     assert all((part.request, c, row) in filled for c in suffix for row in range(request.layers))

@@ -33,6 +33,7 @@ from tests.cacheflow.toy import (
     config,
     decoder,
     objects,
+    objects_of,
     poison,
     prompt,
     restoring,
@@ -264,7 +265,7 @@ def test_saving_adds_what_is_not_there(make_engine):
 
 def _range_of(engine: Engine, tokens: list[int], key: str) -> tuple[int, int]:
     for length in range(1, len(tokens) + 1):
-        for start, count, made in engine._objects(tokens[:length]):
+        for start, count, made in objects_of(engine, tokens[:length]):
             if made == key:
                 return start, start + count
     raise AssertionError("an object of no part of the text")

@@ -40,11 +40,13 @@ from tests.cacheflow.toy import (
     check,
     decoder,
     objects,
+    objects_of,
     poison,
     prompt,
     restoring,
 )
 from tests.stores.faults import DeletesAfterLookup, Fails, FlipsBit, Hangs, Raises, Short, Slow, scribble
+from tests.tolerances import FLOAT32_LOGITS, relative_norm
 
 every_policy = pytest.mark.parametrize("policy", available())
 every_loading_policy = pytest.mark.parametrize("policy", [name for name in available() if name != "recompute"])
@@ -62,7 +64,7 @@ def filled(*texts: Sequence[int], store: Store | None = None) -> Store:
 
 
 def keys_of(engine: Engine, tokens: Sequence[int] = TOKENS) -> list[str]:
-    return [key for _, _, key in engine._objects(tokens)]
+    return [key for _, _, key in objects_of(engine, tokens)]
 
 
 def assert_recovered(engine: Engine, policy: str, store: Store) -> None:
@@ -206,6 +208,17 @@ def test_a_chunk_that_goes_after_its_look_up_is_asked_for_once(make_engine, poli
     engine.store.store = inner
     assert engine.save(TOKENS).chunks == 9
     assert_recovered(engine, policy, inner)
+
+
+def test_what_could_not_be_loaded_is_saved_again_at_once(make_engine):
+    inner = filled()
+    saved = objects(inner)
+    gone = sorted(saved)[:4]
+    engine = make_engine(DeletesAfterLookup(inner, lambda key: key in gone), policy="load")
+    assert engine.save(TOKENS).chunks == 4
+    for key, cells in objects(inner).items():
+        assert relative_norm(cells, saved[key]) <= FLOAT32_LOGITS
+    assert len(objects(inner)) == len(saved)
 
 
 @every_loading_policy

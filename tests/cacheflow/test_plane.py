@@ -133,6 +133,12 @@ class TestHiddenStates:
         compute(plane, range(2, 3), 1, 2, advance=False)
         assert plane.held_tokens == 0
 
+    def test_are_those_of_the_last_op(self) -> None:
+        plane = small()
+        compute(plane, range(2), 0, 1)
+        compute(plane, range(1), 0, 1, project=False)  # from the embedding again
+        assert plane.height[0] == 1
+
     def test_of_the_last_token_are_held_until_it_is_out(self) -> None:
         plane = small()
         compute(plane, range(3), 0, 4, advance=False)
@@ -239,7 +245,7 @@ class Model:
                     elif part.project:
                         self.state[c, layer] = COMPUTED
                 if kind == COMPUTE:
-                    self.height[c] = max(self.height[c], layers.stop if part.advance else layers[-1])
+                    self.height[c] = layers.stop if part.advance else layers[-1]
 
 
 @st.composite

@@ -23,6 +23,7 @@ from cacheflow.request import Request
 from cacheflow.simulate import Simulation
 from tests.cacheflow import strategies
 from tests.cacheflow.legality import Run, check, run
+from tests.cacheflow.strategies import Affine
 
 SLACK = 1 - 1e-9  # sums in another order
 LLAMA = ModelShape(32, 4096, 32, 8, 128, 14336, 128256, windows=(None,) * 32)
@@ -89,6 +90,16 @@ def _columns_of(result: Run, part: Part) -> int:
     return boundaries.index(part.stop) - boundaries.index(part.start)
 
 
+@pytest.mark.parametrize("name", sorted(policies.available()))
+@pytest.mark.parametrize(("tokens", "cells"), [(1, 1), (8, 8), (17, 20), (1000, 1000)])
+def test_ops_fit_token_budget_and_staging_buffer(name: str, tokens: int, cells: int) -> None:
+    request = Request.of("a", prefix=60, suffix=20, chunk=8, layers=4, holes=[0, 1, 2])
+    costs = Affine(request.windows, bandwidth=16.0)
+    result = run(policies.find(name)(costs, token_budget=tokens, staging_cells=cells), [request])
+    check(result)
+    _check_limits(result)
+
+
 def failing(batch: list[Request], mode: str, seed: int) -> Callable[[Op], Failures]:
     """Fails whole ops, single columns of them, or everything."""
     boundaries = {request.id: request.boundaries for request in batch}
@@ -141,24 +152,33 @@ def test_cancelled_requests_drain(
     check(result, cancelled=frozenset(at))
 
 
-@settings(max_examples=150, deadline=None)
-@given(batch=strategies.batches(plain=True, max_requests=3), data=st.data())
-def test_hidden_budget(batch: list[Request], data: st.DataObject) -> None:
-    """Without holes and failures, by-choice recompute keeps no more than the budget, or than one column."""
-    costs = data.draw(strategies.costs(batch[0].windows))
+@pytest.mark.parametrize("name", sorted(policies.available()))
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_hidden_budget(name: str, data: st.DataObject) -> None:
+    """Without holes, failures and windows no more is kept than the budget, or than one column."""
+    windows = (None,) * data.draw(st.integers(2, 4))
+    batch = [data.draw(strategies.requests(windows, id, plain=True)) for id in "ab"]
+    costs = Affine(windows, bandwidth=8 * 10 ** data.draw(st.floats(-1, 1)), loss=0.1)
     budget = data.draw(st.integers(1, 30))
-    name = data.draw(st.sampled_from(sorted(policies.available())))
-    result = run(policies.find(name)(costs, hidden_tokens=budget), batch)
-    if any(batch[0].windows):
-        return  # with a window the top of an old column may be blocked, and its state waits below
+    result = run(policies.find(name)(costs, hidden_tokens=budget, token_budget=data.draw(st.integers(1, 30))), batch)
     assert result.held <= max([budget, *(request.width(c) for request in batch for c in range(len(request.stored)))])
+
+
+def test_a_small_hidden_budget_does_not_stop_the_layer_axis() -> None:
+    request = Request.of("a", prefix=64, suffix=1, chunk=8, layers=4)
+    costs = Affine(request.windows, bandwidth=8.0)
+    for budget in (8, 20, 64):
+        result = run(policies.find("layer")(costs, hidden_tokens=budget), [request])
+        computed = [s.seconds for s in result.spans if s.op.kind == COMPUTE]
+        assert sum(computed) >= 0.7 * result.ttft["a"]
 
 
 @pytest.mark.parametrize("name", sorted(policies.available()))
 def test_head_and_middle_of_the_prefix_are_gone(name: str) -> None:
     """Field case 24: what is still there is used, holes are recomputed in place."""
     request = Request.of("a", prefix=64, suffix=3, chunk=8, layers=4, holes=[0, 1, 3])
-    costs = strategies.Affine(request.windows, advance=5.0, bandwidth=100.0)
+    costs = Affine(request.windows, advance=5.0, bandwidth=100.0)
     result = run(policies.find(name)(costs), [request])
     check(result)
     parts = [part for span in result.spans if span.op.kind == FETCH for part in span.op.parts]
@@ -168,7 +188,7 @@ def test_head_and_middle_of_the_prefix_are_gone(name: str) -> None:
 
 def test_load_computes_only_holes_and_suffix() -> None:
     request = Request.of("a", prefix=64, suffix=3, chunk=8, layers=4, holes=[0, 5])
-    result = run(policies.find("load")(strategies.Affine(request.windows, bandwidth=1.0)), [request])
+    result = run(policies.find("load")(Affine(request.windows, bandwidth=1.0)), [request])
     computed = {(part.start, part.stop) for s in result.spans if s.op.kind == COMPUTE for part in s.op.parts}
     assert computed == {(0, 8), (40, 48), (64, 67)}
 
@@ -193,6 +213,14 @@ class TestBaselines:
             assert ttft["layerwise-load"] <= ttft["load"]
             for name in ("token", "layer", "two-pointer"):
                 assert bounds.lower([request], costs) <= ttft[name] <= 1.02 * best, (tokens, name)
+
+    @pytest.mark.parametrize("name", ["load", "token", "layer", "two-pointer"])
+    def test_restoration_comes_first_the_suffix_after(self, name: str) -> None:
+        request = self.request(32768)
+        spans = Simulation(policies.find(name)(self.costs()), [request]).timeline.spans
+        suffix = [s for s in spans if s.op.kind == COMPUTE and s.op.parts[0].start >= request.prefix]
+        assert len(suffix) == 1 and suffix[0].op.layers == range(32)
+        assert suffix[0].start >= max(s.end for s in spans if s is not suffix[0])
 
     def test_recompute_is_one_pass_per_token_budget(self) -> None:
         policy = policies.find("recompute")(self.costs(), token_budget=8192)
@@ -246,8 +274,8 @@ class TestBaselines:
 
 
 class TestTwoPointer:
-    def costs(self, layers: int = 4, **link: Any) -> strategies.Affine:
-        return strategies.Affine((None,) * layers, **{"bandwidth": 2.0, **link})
+    def costs(self, layers: int = 4, **link: Any) -> Affine:
+        return Affine((None,) * layers, **{"bandwidth": 2.0, **link})
 
     def requests(self, *prefixes: int) -> list[Request]:
         return [Request.of("abcd"[i], prefix=p, suffix=1, chunk=8, layers=4) for i, p in enumerate(prefixes)]
@@ -364,7 +392,7 @@ class TestDiscovery:
 
 
 def test_ids_are_unique_and_budgets_sane() -> None:
-    costs = strategies.Affine((None,), bandwidth=1.0)
+    costs = Affine((None,), bandwidth=1.0)
     policy = policies.find("load")(costs)
     policy.add(Plane(Request.of("a", prefix=8, suffix=1, chunk=8, layers=1)))
     with pytest.raises(ValueError, match="'a'"):

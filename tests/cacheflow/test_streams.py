@@ -25,6 +25,7 @@ from tests.cacheflow.toy import (
     check,
     decoder,
     objects,
+    objects_of,
     poison,
     prompt,
     restoring,
@@ -174,7 +175,7 @@ def restore_under(make_engine: Any, adversary: Adversary, policy: str, family: s
     prompts = [prompt(60), prompt(41, seed=1), prompt(23, seed=2)]
     for tokens in prompts[:2]:
         engine.save(tokens[:-3])
-    engine.store.delete([engine._objects(prompts[0])[2][2]])
+    engine.store.delete([objects_of(engine, prompts[0])[2][2]])
     saved = objects(engine.store)
     poison(engine, float("nan"))  # what is read too early shows
     with restoring(engine, prompts, policy=policy) as batch:

@@ -14,10 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from cacheflow import saving
 from cacheflow.costs.base import Costs, LayerWork, ModelShape
-from cacheflow.engine import Engine, Restored
+from cacheflow.engine import Engine
 from cacheflow.op import FETCH
 from cacheflow.plane import COMPUTED, LOADED
+from cacheflow.results import Restored
 from cacheflow.stores import ChunkInfo, Read, Store, StoreWrapper
 from kernels.batch import Part, RaggedBatch
 from models.config import ModelConfig
@@ -244,3 +246,8 @@ def assert_nothing_held(engine: Engine) -> None:
         while executor.can_take(FETCH) and executor._hanging and time.monotonic() < deadline:
             time.sleep(0.001)  # the thread of a load that hung is on its way home
         assert sorted(map(id, executor._buffers)) == sorted(map(id, executor._staging))
+
+
+def objects_of(engine: Engine, tokens: list[int]) -> list[tuple[int, int, str]]:
+    """(first token, tokens, key) of every object that the engine would store of a text."""
+    return saving.objects(tokens, engine._key_options)

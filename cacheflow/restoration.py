@@ -1,0 +1,103 @@
+"""One batch on its way through the loop: admission, aborts, and giving everything back."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Set
+
+from cacheflow.executor import Executor
+from cacheflow.lookup import Locator
+from cacheflow.loop import Loop
+from cacheflow.pages import PagePool
+from cacheflow.plane import Plane
+from cacheflow.policies import Policy
+from cacheflow.results import Restored
+from cacheflow.sessions import Session
+
+
+class Restoration:
+    """Restores the prompts that are added, as one batch for the policy.
+
+    aborts: ids of prompts that are not wanted any more; other threads add to it.
+    """
+
+    def __init__(self, policy: Policy, executor: Executor, locator: Locator, pages: PagePool, aborts: Set[str]) -> None:
+        self.executor = executor
+        self.locator = locator
+        self.pages = pages
+        self.aborts = aborts
+        self.loop = Loop(policy, executor, on_done=self._done, on_drained=self._drained)
+        self._batch: dict[str, Restored] = {}
+        self._accepted = 0.0
+
+    def add(self, restored: Restored) -> None:
+        """A prompt that has been looked up."""
+        self._batch[restored.id] = restored
+
+    def run(self) -> list[Restored]:
+        """Admit prompts as pages become free, and let the loop run until all are done. Returns them as added.
+
+        Raises RuntimeError when pages are taken that nobody in the batch will give back.
+        """
+        self._accepted = self.executor.now()
+        waiting = deque(self._batch.values())
+        while waiting or not self.loop.idle:
+            self._cancel()
+            while waiting and (waiting[0].id in self.aborts or self._admit(waiting[0])):
+                restored = waiting.popleft()
+                if restored.session is None:
+                    self._release_leases(restored)
+            if waiting and self.loop.idle:
+                total = len(waiting[0].tokens) + waiting[0].room
+                raise RuntimeError(
+                    f"{total} tokens need {self.pages.pages_for(total)} pages and {self.pages.free_pages} are free; "
+                    "release restored prompts or raise cache_tokens"
+                )
+            self.loop.step()
+        for (request, reason), count in self.loop.failures.items():
+            self._batch[request].failures[reason] += count
+        return list(self._batch.values())
+
+    def abandon(self) -> None:
+        """After an error or an interrupt: let what is in flight end, then give everything back."""
+        self.executor.drain()
+        for restored in self._batch.values():
+            if restored.id in self.executor.sessions:
+                self.executor.sessions.remove(restored.id)
+            self._release_leases(restored)
+            restored.release(self.pages)
+
+    def _cancel(self) -> None:
+        planes = self.loop.policy.planes
+        for id in [id for id, plane in planes.items() if id in self.aborts and not plane.done]:
+            self.loop.policy.cancel(id)
+
+    def _admit(self, restored: Restored) -> bool:
+        pages = self.pages.allocate(len(restored.tokens) + restored.room)
+        if pages is None:
+            return False
+        plane = Plane(restored.request)
+        restored.session = Session(plane, restored.tokens, pages, restored.located.chunks)
+        self.executor.sessions.add(restored.session)
+        self.loop.policy.add(plane)
+        return True
+
+    def _done(self, plane: Plane, now: float) -> None:
+        if plane.cancelled:  # while its last op was in flight
+            return
+        restored = self._batch[plane.request.id]
+        assert restored.session is not None
+        restored.ttft = now - self._accepted
+        restored.first_token, restored.logits = restored.session.first_token, restored.session.logits
+
+    def _drained(self, plane: Plane) -> None:
+        restored = self._batch[plane.request.id]
+        self.executor.sessions.remove(restored.id)
+        self.executor.forget(restored.id)
+        self._release_leases(restored)
+        if plane.cancelled:
+            restored.release(self.pages)
+
+    def _release_leases(self, restored: Restored) -> None:
+        leased, restored.leased = restored.leased, ()
+        self.locator.release(leased)
