@@ -52,7 +52,8 @@ def lower(requests: Sequence[Request], costs: Costs) -> float:
     copy = costs.fixed(COPY) + work.narrowest * costs.shape.cell_bytes / costs.copy_bandwidth
     tail = costs.fixed(COMPUTE) + costs.layer_fixed + work.last_advance + costs.head_seconds(1)
     outside = costs.latency + costs.fixed(FETCH) + copy + tail
-    order = np.argsort(items / loads)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        order = np.argsort(items / loads)  # where the link is infinitely fast, any order
     compute = always + np.concatenate([[0.0], np.cumsum(items[order])])
     load = outside + np.concatenate([[0.0], np.cumsum(loads[order[::-1]])])[::-1]
     return min(float(compute[-1]), _meeting(compute, load))

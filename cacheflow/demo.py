@@ -23,7 +23,7 @@ from cacheflow.text import Tokenizer, read_document
 CHUNK = 128
 PAGE = 16
 DOCUMENT_TOKENS = 2000
-TEXT_TOKENS = 48
+ANSWER_TOKENS = 48
 ROUNDS = 3
 QUESTION = "What is this text about? Answer in one sentence."
 # SmolLM2 was taught to chat in this form.
@@ -102,7 +102,6 @@ def run(
     limit = None if document else DOCUMENT_TOKENS
     prefix = tokenizer.encode(BEFORE + text)[:limit]
     prompt = prefix + tokenizer.encode(AFTER.format(question=question))
-    stop = tokenizer.encode(STOP) if model.tokenizer else []
     out.mkdir(parents=True, exist_ok=True)
     progress("loading the model")
     baseline = _Transformers(model.folder, prompt)
@@ -115,13 +114,17 @@ def run(
             engine.save(prefix)
             [cold] = trials.balance(engine, [prompt], gbps)
             assert cold.logits is not None
-            names = list(available())
-            outcomes = trials.run(engine, [prompt], names, rounds, baseline=baseline.time, progress=progress)
-            texts = {}
-            for policy in names:
-                progress(f"answering: {policy}")
-                [generated] = engine.generate([prompt], TEXT_TOKENS, stop_tokens=stop, policy=policy, save=False)
-                texts[policy] = tokenizer.decode(generated.tokens)
+            outcomes = trials.run(
+                engine,
+                [prompt],
+                list(available()),
+                rounds,
+                answer_tokens=ANSWER_TOKENS,
+                stop_tokens=tokenizer.encode(STOP) if model.tokenizer else (),
+                baseline=baseline.time,
+                progress=progress,
+            )
+            texts = {outcome.policy: tokenizer.decode(list(outcome.trials[-1].tokens[0])) for outcome in outcomes}
             rows = tuple(_row(outcome, outcomes, cold.logits, texts[outcome.policy]) for outcome in outcomes)
             _pictures(out, outcomes)
             by_name = {outcome.policy: outcome for outcome in outcomes}

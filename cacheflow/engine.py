@@ -133,9 +133,11 @@ class Engine:
 
     def measure(self) -> Costs:
         """Measure the costs anew, of compute with nothing queued on it, and plan with them from now on."""
-        self.costs = measure(self.model, self.store, self.layout)
-        if self._executor is not None:
-            self._executor.costs = self.costs
+        work = partial(measure, self.model, self.store, self.layout)
+        if self._executor is None:
+            self.costs = work()
+        else:  # where compute runs: its threads, and memory as its allocator has it
+            self.costs = self._executor.costs = self._executor.call(work)
         return self.costs
 
     @property

@@ -15,7 +15,6 @@ from cacheflow.plane import Plane
 from cacheflow.request import Request
 
 Objective = Literal["worst", "mean", "restoration"]
-INFINITY = float("inf")
 
 
 def exact(requests: Sequence[Request], costs: Costs, objective: Objective = "worst") -> float:
@@ -25,22 +24,22 @@ def exact(requests: Sequence[Request], costs: Costs, objective: Objective = "wor
         requests' TTFTs; "restoration": until all needed prefix cells are filled.
     costs: purely marginal: an op must take the sum of its cells' marginals, fixed terms and latency must be 0.
 
-    Up to about 8 chunks by 5 layers, or two requests of 4 by 3, take a second. Raises ValueError for other costs.
+    One request of 10 chunks by 8 layers, or two of 3 by 3, take about a second. Raises ValueError for other costs.
 
     With such costs ops of one cell lose nothing: any larger op can be cut into its projections and advances, layer by
     layer, and each of them ends no later than the op did. So schedules are sequences of *moves*: project a cell, or
     advance a column over one. The link never waits, and brings cells in the order in which moves first need them, which
     ends every move as early as any order does; a move that needs cells not yet filled decides that they are loaded.
 
-    Two facts keep the search small. The state is what is filled and how high columns are, with the two clocks, of which
-    only undominated pairs are kept. And a move that waits for no new load may be made as early as possible, since that
-    only hides more of later waiting: so it is made at once or never, if it need not be made at all. (For the mean, an
-    earlier move may delay another request's end; there a move may also be put off until some request has ended.)
-    States are taken in the order of a lower bound: for shares s in [0, 1], s * compute + (1 - s) * load with the best
-    choice for every column on its own.
+    Three facts keep the search small. The state is what is filled and how high columns are; of ways to the same state
+    only those count that are not later on both clocks. A move that waits for no new load may be made as early as
+    possible, since that only hides more of later waiting: it is made at once or, if it need not be made at all, never.
+    And states are taken in the order of a lower bound (A*). For the mean an earlier move may delay another request's
+    end, so the order of ends is searched too: moves of the request that is to end next follow the rule above, moves of
+    others only fill its waiting for loads; any that do not are as good after it has ended.
     """
     fixed = (costs.fixed(COMPUTE), costs.layer_fixed, costs.fixed(FETCH), costs.fixed(COPY), costs.latency)
-    if any(fixed) or costs.copy_bandwidth != INFINITY:
+    if any(fixed) or costs.copy_bandwidth != float("inf"):
         raise ValueError(f"exact search needs costs without fixed terms, latency and copies, not {fixed} seconds")
     if objective == "restoration" and not any(request.stored for request in requests):
         return 0.0
@@ -49,9 +48,9 @@ def exact(requests: Sequence[Request], costs: Costs, objective: Objective = "wor
 
 @dataclass(frozen=True)
 class _Column:
-    """project, advance, load: seconds, by layer and per cell. attends: by layer, columns of the search. need: bits.
+    """project, advance, load: seconds, by layer and per cell. attends: by layer, columns, counted from this one.
 
-    source: "stored", or what must be computed: "hole" or "suffix". request: its index. last: holds the last token.
+    need: a bit per layer. request: its index. last: whether it holds the last token.
     """
 
     project: tuple[float, ...]
@@ -80,9 +79,11 @@ State: TypeAlias = tuple[_Progress, ...]
 
 
 class _Rest(NamedTuple):
-    """What still goes into a column alone: compute seconds in any case, load seconds if nothing more of it is computed,
-    and items: (compute seconds, load seconds saved) of every cell that may be computed instead. after: seconds that
-    follow all loads of its request."""
+    """Seconds that still go into a column alone.
+
+    compute: in any case. load: if nothing more is computed by choice. items: what every cell that may be computed by
+    choice costs, and saves of load. after: what follows all loads of the column's request.
+    """
 
     compute: float
     load: float
@@ -93,8 +94,8 @@ class _Rest(NamedTuple):
 class _Node(NamedTuple):
     """compute, link: seconds until all moves have ended and all loads have landed. ended: sum of TTFTs so far.
 
-    next_end: for the mean, the request that is to end next. filler: the compute clock before a move of another request
-    that must be worth it: the next wait of `next_end` must be longer.
+    next_end: for the mean, the request that is to end next. filler: the compute clock before the last move of another
+        request; what `next_end` waits for must land later, or the move had better follow.
     """
 
     state: State
@@ -117,7 +118,6 @@ class _Search:
         self.layers = requests[0].layers
         self.columns = [c for index, request in enumerate(requests) for c in self._columns(index, request, costs)]
         self.of = [[i for i, c in enumerate(self.columns) if c.request == r] for r in range(len(requests))]
-        self.start = (_Progress(),) * len(self.columns)
         self.rest = cache(self._rest)
 
     def _columns(self, index: int, request: Request, costs: Costs) -> Iterator[_Column]:
@@ -142,7 +142,7 @@ class _Search:
         newest = count(0, -1)  # of equal bounds the newest, which is the furthest, comes first
         heap: list[tuple[float, int, _Node]] = []
         best: dict[tuple[State, int | None], list[_Node]] = {}
-        children: Iterable[_Node] = self._choose(_Node(self.start))
+        children: Iterable[_Node] = self._choose(_Node((_Progress(),) * len(self.columns)))
         bound = 0.0
         while True:
             for child in children:
@@ -169,7 +169,8 @@ class _Search:
 
     def _children(self, node: _Node) -> Iterator[_Node]:
         if self.objective == "restoration" and self._complete(node.state, "hole"):
-            yield node._replace(final=True)
+            left = sum(self.rest(i, at).load for i, at in enumerate(node.state))
+            yield node._replace(compute=max(node.compute, node.link + left), final=True)
         waiting = []
         going = self._going(node.state)
         for i, (column, at) in enumerate(zip(self.columns, node.state, strict=True)):
@@ -201,9 +202,8 @@ class _Search:
                 yield self._project(node, i)._replace(filler=node.compute)
             loads = self._loads(node.state, i)
             if loads is not None and at.height < self.layers - 1:
-                yield from (
-                    child._replace(filler=0.0 if loads else node.compute) for child in self._advance(node, i, loads)
-                )
+                filler = 0.0 if loads else node.compute
+                yield from (child._replace(filler=filler) for child in self._advance(node, i, loads))
 
     def _unfilled(self, at: _Progress) -> bool:
         return at.height < self.layers and not at.filled >> at.height & 1
@@ -255,24 +255,15 @@ class _Search:
 
     def _bound(self, node: _Node) -> float:
         """A lower bound of the objective; of a final node the objective itself."""
-        if self.objective == "restoration":
-            everything = range(len(self.columns))
-            if node.final:
-                left = (self.columns[i].need & ~node.state[i].filled for i in everything)
-                loads = sum(c.load * cells.bit_count() for c, cells in zip(self.columns, left, strict=True))
-                return max(node.compute, node.link + loads)
-            return self._latest(everything, node)
-        if self.objective == "worst":
-            return node.compute if node.final else self._latest(range(len(self.columns)), node)
         if node.final:
-            return node.ended / len(self.of)
-        others = [self.of[r] for r in self._going(node.state) if r != node.next_end]
-        assert node.next_end is not None
-        first = self.of[node.next_end]
+            return node.ended / len(self.of) if self.objective == "mean" else node.compute
+        latest = self._latest(range(len(self.columns)), node)
+        if node.next_end is None:
+            return latest
+        first, others = self.of[node.next_end], [r for r in self._going(node.state) if r != node.next_end]
         # The others end after it, so they have its work before them; and the last has all.
-        each = sorted([self._latest(first, node), *(self._latest([*first, *other], node) for other in others)])
-        each[-1] = max(each[-1], self._latest(range(len(self.columns)), node))
-        return (node.ended + sum(each)) / len(self.of)
+        each = sorted([self._latest(first, node), *(self._latest([*first, *self.of[r]], node) for r in others)])
+        return (node.ended + sum(each[:-1]) + max(each[-1], latest)) / len(self.of)
 
     def _latest(self, columns: Iterable[int], node: _Node) -> float:
         """A lower bound of the time at which the last of the columns' requests ends.
@@ -280,8 +271,7 @@ class _Search:
         The larger of two relaxations: any fraction of any item may be computed, and so many whole items are computed,
         the cheapest, while as many of the narrowest are loaded as are left.
         """
-        state = node.state
-        rests = [self.rest(i, state[i]) for i in columns]
+        rests = [self.rest(i, node.state[i]) for i in columns]
         compute = node.compute + sum(rest.compute for rest in rests)
         after = [rest.after for rest in rests if rest.after]  # at least one of them runs when all loads have landed
         load = node.link + sum(rest.load for rest in rests) + min(after, default=0.0)

@@ -10,7 +10,7 @@ import torch
 
 from cacheflow import bounds
 from cacheflow.engine import Engine
-from cacheflow.results import Restored
+from cacheflow.results import Generated, Restored
 from cacheflow.simulate import Simulation
 from cacheflow.stores import Link
 from cacheflow.timeline import Summary
@@ -23,12 +23,14 @@ SLACK = 0.98  # a time below the bound by more than this has a mistake in it, or
 class Trial:
     """One policy's run over a batch. Times in seconds.
 
-    batch: the run itself, pages released. simulated: mean TTFT of the same policy in virtual time, with costs that were
+    batch: the run itself, pages released. tokens: what was generated behind each prompt, the first token included.
+    simulated: mean TTFT of the same policy in virtual time, with costs that were
     measured in the same round. bound: with these costs, of the time until the whole batch has its first tokens.
     """
 
     policy: str
     batch: tuple[Restored, ...]
+    tokens: tuple[tuple[int, ...], ...]
     simulated: float
     bound: float
     summary: Summary
@@ -78,6 +80,8 @@ def run(
     policies: Sequence[str],
     rounds: int,
     *,
+    answer_tokens: int = 1,
+    stop_tokens: Sequence[int] = (),
     baseline: Callable[[], object] = lambda: None,
     progress: Callable[[str], object] = lambda step: None,
 ) -> list[Outcome]:
@@ -86,6 +90,7 @@ def run(
     Machines are shared, and what they can do changes by the minute. So every round measures the costs anew and runs
     every policy once: a ratio of two times means something within a round, and its median over rounds is what counts.
 
+    answer_tokens, stop_tokens: what the last round generates, after what is timed.
     baseline: called once per round, for something else that is to be timed beside the policies.
     progress: called before every step.
     """
@@ -96,19 +101,21 @@ def run(
         baseline()
         for policy in policies:
             progress(f"round {number} of {rounds}: {policy}")
-            trials[policy].append(_trial(engine, prompts, policy))
+            generated = engine.generate(
+                prompts, answer_tokens if number == rounds else 1, stop_tokens=stop_tokens, policy=policy, save=False
+            )
+            trials[policy].append(_trial(engine, policy, generated))
     return [Outcome(policy, tuple(done)) for policy, done in trials.items()]
 
 
-def _trial(engine: Engine, prompts: Sequence[Sequence[int]], policy: str) -> Trial:
-    batch = engine.restore(prompts, policy=policy)
-    for restored in batch:
-        engine.release(restored)
+def _trial(engine: Engine, policy: str, generated: Sequence[Generated]) -> Trial:
+    batch = tuple(one.restored for one in generated)
     requests = [restored.request for restored in batch]
     simulation = Simulation(engine.make_policy(policy), requests)
     return Trial(
         policy=policy,
-        batch=tuple(batch),
+        batch=batch,
+        tokens=tuple(tuple(one.tokens) for one in generated),
         simulated=statistics.fmean(simulation.ttft.values()),
         bound=bounds.lower(requests, engine.known_costs),
         summary=batch[0].timeline.summary(requests, engine.known_costs),
@@ -116,7 +123,7 @@ def _trial(engine: Engine, prompts: Sequence[Sequence[int]], policy: str) -> Tri
 
 
 def balance(engine: Engine, prompts: Sequence[Sequence[int]], gbps: float | None) -> list[Restored]:
-    """Set the bandwidth of the engine's Link, and give a cold run of the prompts: the median of three, released.
+    """Set the bandwidth of the engine's Link, and give a cold run of the prompts: the fastest of three, released.
 
     gbps: decimal Gbit/s; None: such that loading all prefixes takes as long as the cold run.
     """
@@ -127,7 +134,7 @@ def balance(engine: Engine, prompts: Sequence[Sequence[int]], gbps: float | None
         for restored in batch:
             engine.release(restored)
         runs.append(batch)
-    cold = sorted(runs, key=worst_ttft)[1]
+    cold = min(runs, key=worst_ttft)
     if gbps is None:
         shape = engine.known_costs.shape
         cells = sum(restored.request.prefix for restored in cold) * shape.layers

@@ -1,10 +1,9 @@
 """A store behind a link of limited bandwidth that all its readers share.
 
-Each read gets a window on the link: it starts when the link is free and the latency since the call has passed, and
-lasts as long as its bytes take. The latency of one call thus overlaps the transfer of another, and a call's reads go
-together, so that of two callers the first is served first. The bytes are really
-read inside the window, and the reader sleeps until it ends. Windows follow from each other, not from when a sleeper
-woke up, so errors of sleeping do not add up and the bandwidth is met over any number of reads.
+Each call of `read` gets a window on the link: it starts when the link is free and the latency since the call has
+passed, and lasts as long as its bytes take. The latency of one call thus overlaps the transfer of another. The bytes are
+really read inside the window, and the reader sleeps until it ends. Windows follow from each other, not from when a
+sleeper woke up, so errors of sleeping do not add up and the bandwidth is met over any number of calls.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ class Link(StoreWrapper):
     """Any store, reached over `gbps` decimal gigabits per second and `latency` seconds.
 
     Reads are charged for the bytes that move, also when they fail; a look-up waits for the latency once. Saving is
-    not charged, nor are deleting, listing and verifying. One read is the largest burst. A store slower than the link
-    stays as slow as it is, and one that hangs holds up its own reader only.
+    not charged, nor are deleting, listing and verifying. One call of `read` is the largest burst. A store slower than
+    the link stays as slow as it is, and one that hangs holds up its own reader only.
 
     Args:
         store: any store.
@@ -90,46 +89,25 @@ class Link(StoreWrapper):
         return self.store.lookup(keys)
 
     def read(self, reads: Sequence[Read]) -> list[ReadResult]:
-        results: list[ReadResult] = []
-        ready = self._clock() + self.latency
-        while len(results) < len(reads):
-            rest = reads[len(results) :]
-            ready = self._transfer(rest, self._open(ready, rest), results)
+        window = self._open(self._clock() + self.latency, sum(read.nbytes for read in reads))
+        moved = 0
+        try:
+            self._wait(window, until_end=False)
+            results = self.store.read(reads)
+            moved = sum(result.nbytes for result in results)
+        finally:
+            self._moved(window, moved)
+        self._wait(window, until_end=True)
         return results
 
-    def _transfer(self, reads: Sequence[Read], windows: list[_Window], results: list[ReadResult]) -> float:
-        """Do reads in their windows, up to one for which the store took longer than its window: what is behind it has
-        to queue anew, from the time that is returned."""
-        done = 0
-        try:
-            for read, window in zip(reads, windows, strict=True):
-                self._wait(window, until_end=False)
-                result = self.store.read([read])[0]
-                finished = self._clock()
-                late = finished > window.end
-                self._moved(window, result.nbytes)
-                done += 1
-                self._wait(window, until_end=True)
-                results.append(result)
-                if late:
-                    return finished
-            return 0.0
-        finally:
-            for window in reversed(windows[done:]):
-                self._moved(window, 0)
-
-    def _open(self, ready: float, reads: Sequence[Read]) -> list[_Window]:
-        """Windows for all reads of a call, one behind the other: two callers' lists do not interleave."""
+    def _open(self, ready: float, nbytes: int) -> _Window:
         with self._lock:
             now = self._clock()
             self._windows = [window for window in self._windows if window.end > now]
-            opened = []
-            for read in reads:
-                window = _Window(ready, read.nbytes, start=max(self._free, ready))
-                self._free = window.end = window.start + window.nbytes / self._rate
-                opened.append(window)
-            self._windows += opened
-            return opened
+            window = _Window(ready, nbytes, start=max(self._free, ready))
+            self._free = window.end = window.start + nbytes / self._rate
+            self._windows.append(window)
+            return window
 
     def _moved(self, window: _Window, nbytes: int) -> None:
         """The read of a window is done and moved this much; what it did not use falls to those behind it."""

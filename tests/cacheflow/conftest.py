@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
@@ -11,13 +10,15 @@ import torch
 from cacheflow.engine import Engine
 from cacheflow.stores import MemoryStore, Store
 from models.decoder import Decoder
-from tests.cacheflow.toy import CHUNK, PAGE, LeaseBook, ToyCosts, assert_nothing_held, decoder, poison
+from tests.cacheflow.toy import CHUNK, PAGE, LeaseBook, ToyCosts, assert_nothing_held, decoder, eventually, poison
 
 MakeEngine: TypeAlias = Callable[..., Engine]
 
 
 def _own_threads() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if thread.name.startswith("cacheflow")}
+    return {
+        thread for thread in threading.enumerate() if thread.name.startswith("cacheflow") and "disk" not in thread.name
+    }
 
 
 @pytest.fixture
@@ -42,10 +43,10 @@ def make_engine() -> Iterator[MakeEngine]:
         return engine
 
     yield make
-    for engine in made:
-        assert_nothing_held(engine)
-        engine.close()
-    deadline = time.monotonic() + 5
-    while (left := _own_threads() - before) and time.monotonic() < deadline:
-        time.sleep(0.001)
-    assert not [thread.name for thread in left if not thread.name.startswith("cacheflow-disk")]
+    try:
+        for engine in made:
+            assert_nothing_held(engine)
+    finally:
+        for engine in made:
+            engine.close()
+    assert eventually(lambda: not _own_threads() - before), _own_threads() - before

@@ -174,9 +174,9 @@ def _check_fetches(run: Run, by_id: dict[str, Request]) -> dict[Cell, float]:
             for cell in set(_cells(by_id, span.op)) - failed:
                 assert cell not in landed, "fetched twice"
                 landed[cell] = span.end
-            for column in {cell[:2] for cell in failed}:
-                failures[column] += 1
-                lost[column[0]].add(column[1])
+            for request, column in {(request, column) for request, column, _ in failed}:
+                failures[request, column] += 1
+                lost[request].add(column)
     # A second op may have been in flight when the first of a column failed.
     assert all(count <= AHEAD for count in failures.values()), "a failed load was tried again"
     return landed

@@ -124,12 +124,14 @@ def test_bound_optimum_policies(data: st.DataObject) -> None:
     costs = data.draw(strategies.marginal_costs(batch[0].windows))
     optimum = bounds.exact(batch, costs)
     assert bounds.lower(batch, costs) * SLACK <= optimum
-    mean = bounds.exact(batch, costs, "mean")
-    assert mean * SLACK <= optimum
+    mean, restoration = bounds.exact(batch, costs, "mean"), bounds.exact(batch, costs, "restoration")
+    assert mean * SLACK <= optimum and restoration <= optimum
     for name, policy in policies.available().items():
-        ttft = Simulation(policy(costs), batch).ttft.values()
+        simulation = Simulation(policy(costs), batch)
+        ttft = simulation.ttft.values()
         assert optimum * SLACK <= max(ttft), name
         assert mean * SLACK <= sum(ttft) / len(ttft), name
+        assert restoration * SLACK <= simulation.timeline.summary(batch).end, name
 
 
 def plane(choose: random.Random, chunks: int = 6, layers: int = 4) -> tuple[Request, Affine]:

@@ -209,7 +209,7 @@ def test_permuted_pages_and_stale_ones_change_nothing(make_engine, family, stale
 
 
 @every_policy
-@pytest.mark.parametrize("gone", [[0], [0, 1], [3], [1, 3, 4], [7], [0, 2, 4, 6], [0, 1, 2, 3, 4, 5, 6]], ids=str)
+@pytest.mark.parametrize("gone", [[0], [0, 1], [3], [7], [0, 2, 3, 6]], ids=str)
 def test_holes_are_recomputed_in_place(make_engine, gone, policy):
     engine = make_engine()
     tokens = prompt(8 * CHUNK + 3)
@@ -315,7 +315,7 @@ def test_the_next_turn_restores_all_that_was_generated(make_engine, policy):
 
 def test_a_batch_is_continued_like_each_of_its_prompts(make_engine):
     engine = make_engine()
-    prompts = [prompt(length, seed=length) for length in (1, 6, 16, 40)]
+    prompts = [prompt(length, seed=length) for length in (1, 6, 16, 40, 16)]  # two are the same
     texts = [cold_text(engine.model, tuple(tokens), 6) for tokens in prompts]
     for _ in range(2):  # without anything stored, and with everything
         batch = engine.generate(prompts, 6)

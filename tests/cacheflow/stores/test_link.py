@@ -94,8 +94,10 @@ def test_the_read_happens_inside_its_window(clock: FakeClock) -> None:
             moments.append(clock.passed)
             return self.store.read([read])[0]
 
-    linked(clock, Watched(filled()), latency=0.5).read(reads(0, 1, 2))
-    assert moments == pytest.approx([0.5, 1.5, 2.5])
+    link = linked(clock, Watched(filled()), latency=0.5)
+    link.read(reads(0, 1))
+    link.read(reads(2))
+    assert moments == pytest.approx([0.5, 0.5, 3.0])
 
 
 def test_errors_of_sleeping_do_not_add_up(clock: FakeClock) -> None:
@@ -254,21 +256,3 @@ def test_lists_of_two_callers_do_not_interleave(clock: FakeClock) -> None:
     clock.at(0.5, second)  # while the first list's first chunk is on its way
     link.read(reads(0, 1, 2, 3))
     assert ended["second"] == pytest.approx(6.0, abs=0.05)  # behind all four, not behind the one that was moving
-
-
-def test_a_slow_store_queues_the_rest_of_its_list_anew(clock: FakeClock) -> None:
-    """A chunk that took three seconds is no credit for the chunks behind it: bursts are of one read at most."""
-
-    class Late(MemoryStore):
-        slow = 3.0
-
-        def read(self, reads: Sequence[Read]) -> list[ReadResult]:
-            clock.sleep(self.slow)
-            self.slow = 0.0
-            return super().read(reads)
-
-    store = Late(10**6)
-    for number in range(3):
-        store.write(key(number), CHUNK, payload(CHUNK, number))
-    assert all(result.ok for result in linked(clock, store).read(reads(0, 1, 2)))
-    assert clock.passed == pytest.approx(5.0, abs=0.05)
