@@ -1,8 +1,8 @@
 """A store behind a link of limited bandwidth that all its readers share.
 
 Each call of `read` gets a window on the link: it starts when the link is free and the latency since the call has
-passed, and lasts as long as its bytes take. The latency of one call thus overlaps the transfer of another. The bytes are
-really read inside the window, and the reader sleeps until it ends. Windows follow from each other, not from when a
+passed, and lasts as long as its bytes take. The latency of one call thus overlaps the transfer of another. The bytes
+are really read inside the window, and the reader sleeps until it ends. Windows follow from each other, not from when a
 sleeper woke up, so errors of sleeping do not add up and the bandwidth is met over any number of calls.
 """
 

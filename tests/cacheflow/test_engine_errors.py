@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -278,6 +279,14 @@ def test_a_policy_without_a_move_is_an_error_and_not_a_hang(make_engine):
 
 
 # Interrupts
+
+
+@pytest.fixture(autouse=True)
+def no_collection() -> Iterator[None]:
+    """Python loses an interrupt that lands in a callback of the garbage collector, of which Hypothesis has one."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 class Interrupts(StoreWrapper):
