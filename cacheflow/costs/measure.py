@@ -23,7 +23,7 @@ TOKENS = (1, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 QUERIES = (1, 16, 128, 512, 2048)
 CONTEXTS = (0, 256, 1024, 2048, 4096)
 BAND = 3  # layers timed together, so that weights come from memory as they do in a real pass
-REPEATS = (3, 9)  # of a timing: at least, and at most while SECONDS have not passed
+REPEATS = (4, 9)  # of a timing: at least, and at most while SECONDS have not passed
 SECONDS = 0.1
 GUESS = 1e9  # bytes/s of a store that cannot be timed; a guess
 PAGE = 16
@@ -131,12 +131,12 @@ class _Bench:
         self._attention: dict[tuple[int, int, int | None], float] = {}
 
     def _time(self, work: Callable[[], object]) -> float:
-        work()
+        """Undisturbed seconds: the fastest of some runs, since whatever else a machine does only ever adds."""
         work()
         seconds: list[float] = []
         while len(seconds) < REPEATS[0] or (len(seconds) < REPEATS[1] and sum(seconds) < SECONDS):
             seconds.append(_timed(work))
-        return statistics.median(seconds)
+        return min(seconds)
 
     def _band(self, layers: int) -> range:
         """The next layers, round and round, so that their weights are not in a cache."""
