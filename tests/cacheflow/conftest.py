@@ -36,6 +36,7 @@ def make_engine() -> Iterator[MakeEngine]:
             "page_size": PAGE,
             "cache_tokens": 512,
             "costs": ToyCosts(model),
+            "timeout": 60,  # what is slow for any other reason than a test's own must not look like a fault
         }
         engine = Engine(model, LeaseBook(store or MemoryStore(1 << 30)), **{**defaults, **options})
         poison(engine)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -399,7 +400,7 @@ def test_pages_of_an_aborted_prompt_wait_for_its_load(make_engine, policy):
         writer.save(tokens)
     of_a = {key for _, _, key in objects_of(writer, a)}
     store = Hangs(inner, match=lambda read: read.key in of_a, times=1)  # the other staging buffer serves B
-    engine = make_engine(store, cache_tokens=64, timeout=60, costs=ToyCosts(decoder(), loads=0.01))
+    engine = make_engine(store, cache_tokens=64, costs=ToyCosts(decoder(), loads=0.01))
 
     def abort() -> None:
         engine.abort("a")
@@ -417,7 +418,7 @@ def test_an_aborted_prompt_that_waits_for_pages_is_never_admitted(make_engine):
     inner = MemoryStore(1 << 30)
     make_engine(inner).save(prompt(60))
     store = Hangs(inner)
-    engine = make_engine(store, cache_tokens=64, timeout=60)
+    engine = make_engine(store, cache_tokens=64)
 
     def abort() -> None:
         for id in ("second", "nobody", "third"):
@@ -438,7 +439,7 @@ def test_more_prompts_than_the_pool_holds_when_early_ones_are_aborted(make_engin
     for seed in range(4):
         make_engine(inner).save(prompt(60, seed=seed))
     store = Hangs(inner, times=2)
-    engine = make_engine(store, cache_tokens=128, timeout=60)
+    engine = make_engine(store, cache_tokens=128)
 
     def abort() -> None:
         engine.abort("p0")
@@ -494,12 +495,16 @@ def test_aborts_from_many_threads_at_any_time(make_engine):
         while not stop.wait(0.0002):
             number += 1
             engine.abort(f"p{number % 8}")
+            for other in range(50):  # so many that somebody else is looking at them
+                engine.abort(f"nobody {number} {other}")
 
     threads = [threading.Thread(target=pester, args=(i,)) for i in range(2)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
     for thread in threads:
         thread.start()
     try:
-        for policy in [*available()] * 4:
+        for policy in [*available()] * 8:
             with restoring(engine, prompts, policy=policy, ids=[f"p{i}" for i in range(4)]) as batch:
                 for restored in batch:
                     assert (restored.session is None) == (restored.logits is None)
@@ -507,6 +512,7 @@ def test_aborts_from_many_threads_at_any_time(make_engine):
                         check(engine, restored)
             assert_nothing_held(engine)
     finally:
+        sys.setswitchinterval(interval)
         stop.set()
         for thread in threads:
             thread.join()

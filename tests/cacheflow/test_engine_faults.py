@@ -7,13 +7,13 @@ import os
 import pickle
 import random
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from cacheflow.engine import Engine
 from cacheflow.loop import AHEAD
@@ -31,6 +31,7 @@ from cacheflow.stores import (
     WriteResult,
 )
 from cacheflow.stores.base import CORRUPT, ERROR, MISMATCH, MISSING, SHORT, TIMEOUT, UNREADABLE, Buffer
+from models.decoder import Decoder
 from tests.cacheflow.toy import (
     CHUNK,
     LAYERS,
@@ -38,6 +39,7 @@ from tests.cacheflow.toy import (
     ToyCosts,
     assert_nothing_held,
     check,
+    config,
     decoder,
     eventually,
     objects,
@@ -45,6 +47,7 @@ from tests.cacheflow.toy import (
     poison,
     prompt,
     restoring,
+    weights,
 )
 from tests.stores.faults import DeletesAfterLookup, Fails, FlipsBit, Hangs, Raises, Short, Slow, scribble
 from tests.tolerances import FLOAT32_LOGITS, relative_norm
@@ -72,7 +75,7 @@ def assert_recovered(engine: Engine, policy: str, store: Store) -> None:
     """The engine, its store in order again, restores without a failure."""
     assert_nothing_held(engine)
     engine.store.store = store
-    engine._executor.store = engine._locator.store = engine.store
+    engine._executor.timeout = engine._locator.timeout = 60
     poison(engine)
     with restoring(engine, [TOKENS], policy=policy) as [restored]:
         sources = check(engine, restored, objects(store))
@@ -254,13 +257,11 @@ def test_a_load_that_hangs_is_given_up_after_the_timeout(make_engine, place, pol
     engine = make_engine(inner, timeout=PATIENCE, costs=ToyCosts(decoder(), loads=0.1))
     middle = keys_of(engine)[3]
     engine.store.store = store = HangsOnce(inner, lambda read: PLACES[place](read, middle))
-    start = time.monotonic()
     with restoring(engine, [TOKENS], policy=policy) as [restored]:
-        assert time.monotonic() - start < 30 * PATIENCE
         check(engine, restored, objects(inner))
         assert set(restored.failures) == {TIMEOUT}
+        assert 1 <= store.injected <= AHEAD
     if place == "everywhere":  # as long as it hangs nobody waits for it again
-        start = time.monotonic()
         with restoring(engine, [TOKENS], policy=policy) as [restored]:
             check(engine, restored)
             assert set(restored.failures) == {TIMEOUT}
@@ -270,8 +271,7 @@ def test_a_load_that_hangs_is_given_up_after_the_timeout(make_engine, place, pol
 
 
 class WritesLate(StoreWrapper):
-    """The first read of a key hangs until another key is being read, and writes into its destination only when the
-    other's has been filled."""
+    """Reads of one key hang, and write into their destination when a read of another key has filled its own."""
 
     def __init__(self, store: Store, slow: str) -> None:
         super().__init__(store)
@@ -286,7 +286,7 @@ class WritesLate(StoreWrapper):
             for read in reads:
                 scribble(read)
             self.written.set()
-        elif self.filled.is_set() is False and getattr(self, "armed", False):
+        else:
             self.filled.set()
             self.written.wait(10)
         return results
@@ -302,7 +302,7 @@ def late_write_hits_nobody(engine: Engine, give_back_at_once: bool) -> None:
     executor = engine._executor
     if give_back_at_once:
         executor._buffers.append(executor._hanging.pop().buffer)
-    store.armed = True
+    executor.timeout = 60
     with restoring(engine, [b], policy="load") as [restored]:
         assert not restored.failures
         check(engine, restored, objects(inner))
@@ -316,6 +316,28 @@ def test_a_late_write_hits_nobody(make_engine):
 def test_a_late_write_would_hit_the_next_request_if_staging_were_given_back_at_once(make_engine):
     with pytest.raises(AssertionError):
         late_write_hits_nobody(make_engine(timeout=PATIENCE), give_back_at_once=True)
+
+
+def test_an_error_while_loads_hang_leaves_them_their_staging(make_engine, monkeypatch):
+    inner = filled()
+    engine = make_engine(timeout=PATIENCE, model=Decoder(config(), weights("llama", torch.float32)))
+    engine.store.store = store = Hangs(inner)
+
+    def broken(*args: Any) -> None:
+        store.entered.wait(10)
+        raise ZeroDivisionError("a bug in a kernel")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.model, "forward", broken)
+        with pytest.raises(ZeroDivisionError):
+            engine.restore([TOKENS], policy="token")
+    executor = engine._executor
+    held = [fetch.buffer for fetch in executor._hanging]
+    assert len(held) == store.injected > 0
+    assert len(executor._buffers) == AHEAD - len(held)
+    assert not any(buffer is other for buffer in executor._buffers for other in held)
+    store.let_go()
+    assert_recovered(engine, "load", inner)
 
 
 def test_a_load_that_always_hangs_costs_no_thread_each(make_engine):
@@ -375,7 +397,8 @@ def test_a_look_up_that_fails_finds_nothing(make_engine, instead, first, policy)
 
 @pytest.mark.parametrize("policy", ["load", "layer"])
 @pytest.mark.parametrize("first", [1, 2], ids=["from-the-first", "tails-only"])
-def test_a_look_up_that_hangs_finds_nothing_after_the_timeout(make_engine, first, policy):
+def test_a_look_up_that_hangs_finds_nothing_after_the_timeout(make_engine, monkeypatch, first, policy):
+    monkeypatch.setattr("cacheflow.lookup.ASK_AGAIN", 1e6)
     inner = filled()
     go = threading.Event()
 
@@ -385,14 +408,11 @@ def test_a_look_up_that_hangs_finds_nothing_after_the_timeout(make_engine, first
 
     store = Lookups(inner, hang, first)
     engine = make_engine(store, timeout=PATIENCE)
-    engine.warmup()
-    start = time.monotonic()
     with restoring(engine, [TOKENS] * 4, policy=policy) as batch:
         for restored in batch:
             check(engine, restored)
             assert set(restored.failures) == {TIMEOUT}
-    assert time.monotonic() - start < 10 * PATIENCE  # one timeout, not one for each prompt
-    assert store.calls == first
+    assert store.calls == first  # one timeout, not one for each prompt
     go.set()
     assert eventually(engine._locator._hanging.ended.is_set)
     assert_recovered(engine, policy, inner)  # the leases of the answer that came too late, too
