@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from cacheflow import heap
 from cacheflow.commands import modules
 
 USER_ERROR = 2  # exit status of what a user can mend; 1 is for a command that ran and found something wrong
@@ -46,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     A user's error ends in one sentence on stderr. Any other exception is a bug and keeps its traceback.
     """
+    heap.keep_freed_memory()
     try:
         args = parser().parse_args(argv)
         status = int(args.run(args))

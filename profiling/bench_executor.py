@@ -16,7 +16,7 @@ import statistics
 import torch
 from machine import about
 
-from cacheflow import demo_model, trials
+from cacheflow import demo_model, heap, trials
 from cacheflow.commands import _common as common
 from cacheflow.engine import Engine
 from cacheflow.policies import available
@@ -32,6 +32,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=common.count, default="5", help="runs per policy; default %(default)s")
     parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
     args = parser.parse_args()
+    heap.keep_freed_memory()
     rows = []
     with common.steps() as step:
         model = demo_model.ensure(step)

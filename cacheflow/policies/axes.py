@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, ClassVar
@@ -11,12 +12,15 @@ from cacheflow.op import COMPUTE, FETCH, Op
 from cacheflow.plane import EMPTY, Plane
 from cacheflow.policies.base import LINK, Policy
 
+PASS_SHARE = 5 / 6  # of the columns that compute is to get, the share of its next pass; the rest allows for estimates
+
 
 class Axis(ABC):
     """One request's two pointers.
 
     A side claims its next unit of cells when it is asked, unless the other side is estimated to reach and finish that
-    unit sooner: the paper leaves the meeting open, and this is how the last unit goes to whoever ends it first.
+    unit sooner. The paper leaves the meeting open; here the last unit is cut across, so that both are estimated to end
+    together: of a column compute takes lower layers and the link upper ones, of a row left and right columns.
     Compute takes by choice only columns that attend to nothing but needed cells: with a sliding window much shorter
     than the prefix everything needed is loaded.
     """
@@ -35,6 +39,21 @@ class Axis(ABC):
         """The load pointer's next op."""
 
     @abstractmethod
+    def cut_compute(self, op: Op, share: float) -> Op | None:
+        """Of a unit's cells those that compute comes to first: a share in (0, 1), rounded, but not to nothing.
+
+        None: the unit begins with holes, which are compute's anyway.
+        """
+
+    @abstractmethod
+    def cut_fetch(self, op: Op, share: float) -> Op | None:
+        """Of a unit's cells those that compute comes to last: a share in (0, 1), rounded; None if to nothing."""
+
+    @abstractmethod
+    def compute_seconds(self, op: Op) -> float:
+        """Estimated time to compute the cells of a fetch."""
+
+    @abstractmethod
     def recompute_seconds(self, limit: float = float("inf")) -> float:
         """Estimated time to compute what neither side has claimed; the count may stop once it is past `limit`."""
 
@@ -44,17 +63,36 @@ class Axis(ABC):
 
     def next_compute(self, now: float) -> Op | None:
         op, seconds = self.compute_unit(now)
-        if op is not None and self.policy.free_at("compute", now) + seconds <= self._loaded_at(now):
-            return op
-        return self.policy.repair(self.plane)
+        if op is not None:
+            spare = self._loaded_at(now) - self.policy.free_at("compute", now)
+            share = spare / (seconds + self.policy.costs.load_seconds(op.tokens * len(op.layers)))
+            if share < 1 and self._may_cut:
+                op = self.cut_compute(op, share) if share > 0 else None
+            elif seconds > spare:
+                op = None
+        return op or self.policy.repair(self.plane)
 
     def next_fetch(self, now: float) -> Op | None:
         op = self.fetch_unit()
         if op is None:
             return None
-        gain = self.policy.free_at(LINK, now) + self.policy.costs.seconds(op) - self.policy.free_at("compute", now)
+        costs = self.policy.costs
+        fixed, load = costs.fixed(FETCH), costs.load_seconds(op.tokens * len(op.layers))
+        lead = self.policy.free_at(LINK, now) + fixed - self.policy.free_at("compute", now)
+        unit = load + self.compute_seconds(op)
+        spare = self.recompute_seconds(limit=lead + unit) - lead
         # Where nothing is in flight nobody would ask again: estimates of the two sides may leave a unit to each other.
-        return op if gain < self.recompute_seconds(limit=gain) or self.policy.idle else None
+        if spare >= unit or self.policy.idle:
+            return op
+        if self._may_cut:
+            return self.cut_fetch(op, spare / unit) if spare > 0 else None
+        return op if load < spare else None
+
+    @property
+    def _may_cut(self) -> bool:
+        """Whether the hidden states of units that wait half-computed fit the hidden budget, whatever else is kept."""
+        budget = self.policy.hidden_tokens
+        return budget is None or sum(plane.request.prefix for plane in self.policy.active()) <= budget
 
     def _loaded_at(self, now: float) -> float:
         """When the link could have loaded all that is unclaimed."""
@@ -76,13 +114,21 @@ class TokenAxis(Axis):
                 if start < column:
                     return plane.climb(start, 1), sum(self._seconds[start : column + 1])
                 op = plane.climb(column, self.policy.token_budget, last=self._pass_end(column, now))
-                return op, self._seconds[column]
+                return op, self._seconds[column] * (len(op.layers) / plane.layers if op else 0)
         return None, 0.0
 
-    def _pass_end(self, first: int, now: float) -> int:
-        """One past the last column of the next pass: half of those that compute will get before the pointers meet.
+    def cut_compute(self, op: Op, share: float) -> Op | None:
+        [part] = op.parts
+        if not self.plane.available[self.plane.columns_of(part)[0]]:
+            return None
+        layers = op.layers[: max(1, round(share * len(op.layers)))]
+        return Op(COMPUTE, layers, (replace(part, advance=part.advance or layers != op.layers),))
 
-        A larger pass runs nearer to the machine's peak, and halving leaves the meeting as fine as single columns do.
+    def _pass_end(self, first: int, now: float) -> int:
+        """One past the last column of the next pass: most of those that compute will get before the pointers meet.
+
+        A larger pass runs nearer to the machine's peak. What it leaves makes the meeting as fine as single columns do,
+        and takes up what the estimates are wrong by.
         """
         plane, last = self.plane, first
         ours, theirs = self.policy.free_at("compute", now), self._loaded_at(now)
@@ -92,7 +138,7 @@ class TokenAxis(Axis):
                 break
             theirs -= self.policy.costs.load_seconds(self.widths[last] * plane.unclaimed[last])
             last += 1
-        return first + max(1, (last - first) // 2)
+        return first + max(1, int((last - first) * PASS_SHARE))
 
     def fetch_unit(self) -> Op | None:
         plane = self.plane
@@ -102,11 +148,19 @@ class TokenAxis(Axis):
                 return op
         return None
 
+    def cut_fetch(self, op: Op, share: float) -> Op | None:
+        layers = op.layers[len(op.layers) - round(share * len(op.layers)) :]
+        return Op(FETCH, layers, op.parts) if layers else None
+
+    def compute_seconds(self, op: Op) -> float:
+        columns = range(*self.plane.columns_of(op.parts[0]))
+        return sum(self._seconds[c] for c in columns) * len(op.layers) / self.plane.layers
+
     def recompute_seconds(self, limit: float = float("inf")) -> float:
         total = 0.0
         for seconds, unclaimed in zip(self._seconds, self.plane.unclaimed, strict=False):
             if unclaimed:
-                total += seconds
+                total += seconds * unclaimed / self.plane.layers
                 if total > limit:
                     break
         return total
@@ -154,19 +208,19 @@ class LayerAxis(Axis):
         return None, 0.0
 
     def _row(self, layer: int, group: range) -> tuple[Op | None, float]:
-        """The leftmost pass over the row, up to the token budget."""
+        """The leftmost pass over the row, up to the token budget, of columns that all go on or all end here."""
         plane, state = self.plane, self.plane.state[layer]
         ready = (c for c in group if state[c] == EMPTY and plane.height[c] == layer and plane.needed(c, layer))
         first = next(ready, None)
         if first is None:
             return None, 0.0
         last, tokens = first + 1, plane.request.width(first)
+        advance = plane.unclaimed[first] > 1
         for column in ready:
             tokens += plane.request.width(column)
-            if column != last or tokens > self.policy.token_budget:
+            if column != last or tokens > self.policy.token_budget or (plane.unclaimed[column] > 1) != advance:
                 break
             last += 1
-        advance = any(row.find(EMPTY, first, last) >= 0 for row in plane.state[layer + 1 :])
         part = plane.part(first, last, advance=advance)
         if advance and not plane.attended_filled(first, last, layer):
             return None, 0.0
@@ -174,6 +228,19 @@ class LayerAxis(Axis):
             return None, 0.0
         op = Op(COMPUTE, range(layer, layer + 1), (part,))
         return op, self.policy.costs.seconds(op)
+
+    def cut_compute(self, op: Op, share: float) -> Op:
+        first, last = self.plane.columns_of(op.parts[0])
+        last = first + max(1, round(share * (last - first)))
+        return Op(COMPUTE, op.layers, (self.plane.part(first, last, advance=op.parts[0].advance),))
+
+    def cut_fetch(self, op: Op, share: float) -> Op | None:
+        columns = [c for part in op.parts for c in range(*self.plane.columns_of(part))]
+        columns = columns[len(columns) - round(share * len(columns)) :]
+        return Op(FETCH, op.layers, self.plane.parts(columns)) if columns else None
+
+    def compute_seconds(self, op: Op) -> float:
+        return self._row_seconds * op.tokens / max(1, self.plane.request.prefix)
 
     def fetch_unit(self) -> Op | None:
         for group in self.groups:
@@ -191,13 +258,22 @@ class LayerAxis(Axis):
 
     def recompute_seconds(self, limit: float = float("inf")) -> float:
         cells = sum(width * count for width, count in zip(self.widths, self.plane.unclaimed, strict=False))
-        return self._row_seconds * cells / max(1, self.plane.request.prefix)
+        rows = cells / max(1, self.plane.request.prefix)
+        # The highest row is only projected.
+        return self._row_seconds * max(rows - 1, 0.0) + self._top_row_seconds * min(rows, 1.0)
 
     @cached_property
     def _row_seconds(self) -> float:
-        """Of computing all columns at one layer."""
-        row = self.plane.parts(range(self.plane.prefix_columns))
-        return self.policy.costs.seconds(Op(COMPUTE, range(1), row)) if row else 0.0
+        """Of computing all columns at one layer, and on through it."""
+        return self._seconds(advance=True)
+
+    @cached_property
+    def _top_row_seconds(self) -> float:
+        return self._seconds(advance=False)
+
+    def _seconds(self, advance: bool) -> float:
+        row = [replace(part, advance=advance) for part in self.plane.parts(range(self.plane.prefix_columns))]
+        return self.policy.costs.seconds(Op(COMPUTE, range(1), tuple(row))) if row else 0.0
 
 
 def meeting_seconds(compute: list[float], load: list[float]) -> float:

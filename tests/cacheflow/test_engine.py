@@ -68,7 +68,9 @@ def test_prompts_of_any_length_are_restored_exactly(make_engine, family, policy)
                 whole = length // PAGE * PAGE
                 assert restored.request.prefix == (whole if extra else min(whole, length - 1))
     assert (sources["computed"] > 0) == (policy not in ("load", "layerwise-load"))
-    assert (sources["loaded"] > 0) == (policy != "recompute")
+    # Projecting the only row of a one-layer model is quicker than loading any of it.
+    only_computes = policy == "recompute" or (family == "llama-1-layer" and policy in ("layer", "two-pointer"))
+    assert (sources["loaded"] > 0) == (not only_computes)
 
 
 @every_policy

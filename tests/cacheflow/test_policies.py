@@ -148,6 +148,18 @@ def test_cancelled_requests_drain(
     check(result, cancelled=frozenset(at))
 
 
+@pytest.mark.parametrize(("name", "columns", "layers"), [("token", 5, 20), ("layer", 20, 5)])
+@pytest.mark.parametrize("slower", [0.6, 1.0, 1.7])
+def test_the_last_unit_is_cut_across(name: str, columns: int, layers: int, slower: float) -> None:
+    """Where every cell costs the same, both sides end together: no unit is left to one while the other waits."""
+    request = Request.of("a", prefix=columns * 8, suffix=1, chunk=8, layers=layers)
+    costs = Affine(request.windows, project=1.0, advance=0.0, pair=0.0, head=0.0, bandwidth=8.0 / slower)
+    spans = run(policies.find(name)(costs), [request]).spans
+    restored = max(span.end for span in spans if any(part.start < request.prefix for part in span.op.parts))
+    ideal = request.prefix * layers * slower / (1 + slower)
+    assert restored <= ideal + 2 * 8 * max(1.0, slower)
+
+
 @pytest.mark.parametrize("name", sorted(policies.available()))
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
