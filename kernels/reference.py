@@ -6,32 +6,19 @@ HND pools, split or joined K and V, K and V of different width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 
+from kernels.attention_reference import attention
 from kernels.batch import RaggedBatch
+from kernels.staged import QUANTISED
 
-# Queries handled at once where scores need a mask: bounds the mask and what is computed only to be masked. A guess.
-TILE = 512
+__all__ = ["NAME", "activation", "attention", "pages_from_staging", "recompute", "rms_norm", "staging_from_pages"]
 
-
-@dataclass(frozen=True)
-class Variant:
-    """An attention variant; causality and the window are applied besides. Positions and heads are int64 tensors that
-    broadcast against the scores, `[kv_heads, group, queries, keys]`.
-
-    score_mod(score, head, query_position, key_position) -> score, natural units, after the softmax scale.
-    mask_mod(head, query_position, key_position) -> bool, True = visible.
-    """
-
-    name: str
-    score_mod: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None = None
-    mask_mod: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+NAME = "reference"
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -98,73 +85,61 @@ def recompute(
     return q
 
 
-def attention(
-    q: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    *,
-    batch: RaggedBatch,
-    scale: float,
-    window: int | None = None,
-    variant: Variant | None = None,
-    return_lse: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Ragged, paged, causal attention: the query at position p sees keys at positions <= p of its own sequence, in
-    whatever order and by whatever means the cells were filled; head h uses KV head h // (heads / kv_heads).
-
-    q: [num_tokens, heads, head_dim], packed as in `batch`.
-    k_pages: [num_pages, page_size, kv_heads, head_dim]; v_pages: [..., v_head_dim]; q's dtype. Only pages that cover
-        [first visible key, last query] of a part are read.
-    scale: factor of the scores before the softmax, as a rule head_dim ** -0.5.
-    window: the query at p sees keys > p - window only; 1 = itself alone; None = all.
-    Returns out: [num_tokens, heads, v_head_dim], q's dtype, and, if return_lse, the natural log of the sum of
-    exp(score): [num_tokens, heads] float32 (float64 for float64), else None. A row without keys: 0 and -inf.
-    Raises ValueError for a window below 1, or heads, dtypes or numbers of tokens that do not fit together.
-    """
-    _check_attention(q, k_pages, v_pages, batch, window)
-    kv_heads = k_pages.shape[2]
-    out = q.new_empty(*q.shape[:2], v_pages.shape[3])
-    lse = q.new_empty(q.shape[:2], dtype=_accumulate(q.dtype)) if return_lse else None
-    for part, start, stop, rows in _tiles(batch, window, variant):
-        first = 0 if window is None else max(0, start - window + 1)
-        tile_out, tile_lse = _attend(
-            rearrange(q[rows], "n (kv group) d -> kv group n d", kv=kv_heads),
-            _gather(k_pages, batch, part, first, stop),
-            _gather(v_pages, batch, part, first, stop),
-            query=start - first,
-            first=first,
-            scale=scale,
-            window=window if window is not None and window < stop else None,
-            variant=variant,
-        )
-        out[rows].unflatten(1, (kv_heads, -1)).copy_(rearrange(tile_out, "kv group n d -> n kv group d"))
-        if lse is not None:
-            lse[rows] = rearrange(tile_lse, "kv group n -> n (kv group)")
-    return out, lse
-
-
-def pages_from_staging(staging: torch.Tensor, pages: Sequence[torch.Tensor], slots: torch.Tensor) -> None:
+def pages_from_staging(
+    staging: torch.Tensor, pages: Sequence[torch.Tensor], slots: torch.Tensor, scales: torch.Tensor | None = None
+) -> None:
     """Copies one part (K or V) of a band of layers from the store's layout into pages.
 
     staging: [layers, kv_heads, tokens, width], any strides.
-    pages: one [num_pages, page_size, kv_heads, width] per layer, staging's dtype.
+    pages: one [num_pages, page_size, kv_heads, width] per layer, or all of them as one tensor; staging's dtype, or any
+        float one where staging is quantised.
     slots: [tokens] int64, page * page_size + offset; -1 = the token is not copied.
-    Raises ValueError where shapes or dtypes differ: nothing is broadcast or converted on the way.
+    scales: [layers, kv_heads, tokens] float32 for staging in int8 or float8_e4m3fn: a cell is its row times its scale.
+    Raises ValueError where shapes or dtypes differ, and for quantised staging without scales: nothing is broadcast or
+    converted on the way but by its scale.
     """
-    _check_transfer(staging, pages, slots)
-    for layer_staging, layer_pages in zip(staging, pages, strict=True):
-        _write(layer_pages, slots, layer_staging.transpose(0, 1))
+    check_transfer(staging, pages, slots, scales)
+    for index, layer_pages in enumerate(pages):
+        values = staging[index]
+        if scales is not None:
+            values = (values.float() * scales[index].unsqueeze(-1)).to(layer_pages.dtype)
+        _write(layer_pages, slots, values.transpose(0, 1))
 
 
 def staging_from_pages(pages: Sequence[torch.Tensor], slots: torch.Tensor, staging: torch.Tensor) -> None:
     """Copies one part (K or V) of a band of layers from pages into the store's layout; shapes and dtypes as in
     `pages_from_staging`, every slot 0 or more. Raises ValueError as that does, and for a slot below 0."""
-    _check_transfer(staging, pages, slots)
+    check_transfer(staging, pages, slots)
     if bool((slots < 0).any()):
         raise ValueError(f"slot {int(slots.min())} is no place to read from; give the slots of filled cells")
     for layer_pages, layer_staging in zip(pages, staging, strict=True):
         page_size = layer_pages.shape[1]
         layer_staging.copy_(layer_pages[slots // page_size, slots % page_size].transpose(0, 1))
+
+
+def check_transfer(
+    staging: torch.Tensor, pages: Sequence[torch.Tensor], slots: torch.Tensor, scales: torch.Tensor | None = None
+) -> None:
+    """Raises ValueError unless these fit together as `pages_from_staging` says."""
+    if len(pages) != len(staging):
+        raise ValueError(f"staging has {len(staging)} layers and pages {len(pages)}; give the pages of the same band")
+    if (scales is not None) != (staging.dtype in QUANTISED):
+        raise ValueError(
+            f"staging is {staging.dtype} and has {'no ' if scales is None else ''}scales; quantised KV has"
+        )
+    if scales is not None and (scales.shape != staging.shape[:3] or scales.dtype != torch.float32):
+        raise ValueError(
+            f"scales are {list(scales.shape)} {scales.dtype}; give one float32 for each layer, head and token, "
+            f"{list(staging.shape[:3])}"
+        )
+    for layer_pages in pages:
+        expected = (layer_pages.shape[2], slots.shape[0], layer_pages.shape[3])
+        converts = scales is not None and layer_pages.dtype.is_floating_point
+        if staging.shape[1:] != expected or (staging.dtype != layer_pages.dtype and not converts):
+            raise ValueError(
+                f"staging holds {list(staging.shape[1:])} {staging.dtype} a layer where pages and slots need "
+                f"{list(expected)} {layer_pages.dtype}; stage the same heads, tokens and dtype"
+            )
 
 
 def _accumulate(dtype: torch.dtype) -> torch.dtype:
@@ -192,145 +167,3 @@ def _write(pages: torch.Tensor, slots: torch.Tensor, values: torch.Tensor) -> No
     if not bool(written.all()):
         slots, values = slots[written], values[written]
     pages[slots // pages.shape[1], slots % pages.shape[1]] = values
-
-
-def _gather(pages: torch.Tensor, batch: RaggedBatch, part: int, first: int, stop: int) -> torch.Tensor:
-    """Tokens [first, stop) of a part's sequence as [kv_heads, 1, tokens, width]: a view where the pages allow it."""
-    page_size = pages.shape[1]
-    first_page, last_page = first // page_size, (stop - 1) // page_size
-    run = batch.page_run(part, first_page, last_page)
-    if run is None:
-        block = pages.index_select(0, batch.block_table[part, first_page : last_page + 1])
-    else:  # stays a view where a page follows the other in memory (NHD)
-        block = pages[run : run + last_page - first_page + 1]
-    tokens = block.flatten(0, 1)[first - first_page * page_size : stop - first_page * page_size]
-    return tokens.transpose(0, 1).unsqueeze(1)
-
-
-def _tiles(batch: RaggedBatch, window: int | None, variant: Variant | None) -> Iterator[tuple[int, int, int, slice]]:
-    """Part, token range and batch rows of what is attended at once: a whole part unless a mask is needed."""
-    for part, (start, stop) in enumerate(zip(batch.starts, batch.stops, strict=True)):
-        masked = variant is not None or (window is not None and window < stop)
-        step = TILE if masked else stop - start
-        for begin in range(start, stop, step):
-            end = min(begin + step, stop)
-            offset = batch.offsets[part] - start
-            yield part, begin, end, slice(offset + begin, offset + end)
-
-
-def _attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    query: int,
-    first: int,
-    scale: float,
-    window: int | None,
-    variant: Variant | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """q: [kv_heads, group, n, d]; k, v: [kv_heads, 1, t, d], positions from `first` on; query i is key `query + i`.
-    Returns [kv_heads, group, n, v_head_dim] and [kv_heads, group, n]."""
-    queries, keys = q.shape[2], k.shape[2]
-    if variant is not None or q.device.type != "cpu":
-        return _attend_dense(q, k, v, query=query, first=first, scale=scale, window=window, variant=variant)
-    if queries == 1:  # the last position sees every key it was given
-        return _flash(q, k, v, scale=scale)
-    if window is not None:
-        mask = q.new_zeros(queries, keys).masked_fill_(~_visible(q, queries, keys, query, window), float("-inf"))
-        return _flash(q, k, v, scale=scale, mask=mask)
-    own = _flash(q, k[:, :, query:], v[:, :, query:], scale=scale, causal=True)
-    if query == 0:
-        return own
-    # Everything before the first query is seen by all: two calls, merged, never compute the masked triangle.
-    before = _flash(q, k[:, :, :query], v[:, :, :query], scale=scale)
-    weight = torch.sigmoid(own[1] - before[1]).unsqueeze(-1)
-    merged = torch.lerp(before[0].to(weight.dtype), own[0].to(weight.dtype), weight)
-    return merged, torch.logaddexp(own[1], before[1])
-
-
-def _visible(q: torch.Tensor, queries: int, keys: int, query: int, window: int | None) -> torch.Tensor:
-    """[queries, keys] bool: key j is visible to query i, which is key `query + i`."""
-    distance = torch.arange(query, query + queries, device=q.device)[:, None] - torch.arange(keys, device=q.device)
-    return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
-
-
-def _flash(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    scale: float,
-    causal: bool = False,
-    mask: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """PyTorch's CPU flash attention, for its log-sum-exp; K and V are expanded over the group without a copy."""
-    group, v_head_dim = q.shape[1], v.shape[3]
-    if q.shape[3] != v_head_dim:  # the op wants one width, and zeros change neither a score nor an output
-        width = max(q.shape[3], v_head_dim)
-        q, k, v = (F.pad(x, (0, width - x.shape[3])) for x in (q, k, v))
-    k, v = k.expand(-1, group, -1, -1), v.expand(-1, group, -1, -1)
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, causal, attn_mask=mask, scale=scale
-    )
-    return out[..., :v_head_dim], lse
-
-
-def _attend_dense(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    query: int,
-    first: int,
-    scale: float,
-    window: int | None,
-    variant: Variant | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`_attend` with every score in memory: for variants, and for devices without the flash op."""
-    kv_heads, group, queries, _ = q.shape
-    keys = k.shape[2]
-    q, k, v = (x.to(_accumulate(q.dtype)) for x in (q, k, v))
-    scores = q @ k.mT * scale
-    visible = _visible(q, queries, keys, query, window)
-    if variant is not None:
-        head = torch.arange(kv_heads * group, device=q.device).view(kv_heads, group, 1, 1)
-        key_position = first + torch.arange(keys, device=q.device)
-        query_position = first + query + torch.arange(queries, device=q.device)[:, None]
-        if variant.score_mod is not None:
-            scores = variant.score_mod(scores, head, query_position, key_position)
-        if variant.mask_mod is not None:
-            visible = visible & variant.mask_mod(head, query_position, key_position)
-    visible = visible.expand_as(scores)
-    lse = scores.masked_fill(~visible, float("-inf")).logsumexp(dim=-1)
-    weights = torch.where(visible, torch.exp(scores - lse.unsqueeze(-1)), 0.0)
-    # A cell that nobody sees may never have been filled, and 0 * NaN is NaN.
-    seen = visible.any(dim=2).any(dim=1)
-    return weights @ torch.where(seen[:, None, :, None], v, 0.0), lse
-
-
-def _check_transfer(staging: torch.Tensor, pages: Sequence[torch.Tensor], slots: torch.Tensor) -> None:
-    if len(pages) != len(staging):
-        raise ValueError(f"staging has {len(staging)} layers and pages {len(pages)}; give the pages of the same band")
-    for layer_pages in pages:
-        expected = (layer_pages.shape[2], slots.shape[0], layer_pages.shape[3])
-        if staging.shape[1:] != expected or staging.dtype != layer_pages.dtype:
-            raise ValueError(
-                f"staging holds {list(staging.shape[1:])} {staging.dtype} a layer where pages and slots need "
-                f"{list(expected)} {layer_pages.dtype}; stage the same heads, tokens and dtype"
-            )
-
-
-def _check_attention(
-    q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, batch: RaggedBatch, window: int | None
-) -> None:
-    if window is not None and window < 1:
-        raise ValueError(f"window is {window}; it must be at least 1 token, or None for all")
-    if q.shape[0] != batch.num_tokens:
-        raise ValueError(f"q has {q.shape[0]} tokens and the batch {batch.num_tokens}; pack q as the batch is packed")
-    if q.shape[1] % k_pages.shape[2]:
-        raise ValueError(f"{q.shape[1]} heads cannot share {k_pages.shape[2]} KV heads; use a multiple of the KV heads")
-    if not q.dtype == k_pages.dtype == v_pages.dtype:
-        raise ValueError(
-            f"q is {q.dtype}, K {k_pages.dtype} and V {v_pages.dtype}; attention needs one dtype, so convert the pages"
-        )

@@ -22,8 +22,11 @@ def attend(
     window: int | None = None,
     score: Callable[[torch.Tensor, int, int, torch.Tensor], torch.Tensor] | None = None,
     visible: Callable[[int, int, int], bool] | None = None,
+    sink: Callable[[int], float] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q: [n, heads, d] at positions start..; k, v: [tokens, kv_heads, width] from position 0. Returns out and lse."""
+    """q: [n, heads, d] at positions start..; k, v: [tokens, kv_heads, width] from position 0. Returns out and lse.
+    score(scores, head, position, keys) replaces the scores, visible(head, position, key) hides keys, and sink(head) is
+    the score of a key without a value."""
     n, heads, _ = q.shape
     group = heads // k.shape[1]
     out = torch.zeros(n, heads, v.shape[2], dtype=torch.float64)
@@ -41,8 +44,10 @@ def attend(
             scores = k[keys, head // group].double() @ q[i, head].double() * scale
             if score is not None:
                 scores = score(scores, head, position, torch.tensor(keys))
-            lse[i, head] = torch.logsumexp(scores, dim=0)
-            out[i, head] = torch.softmax(scores, dim=0) @ v[keys, head // group].double()
+            extra = [] if sink is None else [torch.tensor([sink(head)], dtype=torch.float64)]
+            lse[i, head] = torch.logsumexp(torch.cat([scores, *extra]), dim=0)
+            weights = torch.softmax(torch.cat([scores, *extra]), dim=0)[: len(keys)]
+            out[i, head] = weights @ v[keys, head // group].double()
     return out, lse
 
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+import triton.language as tl  # noqa: F401
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import kernels.attention_reference
 import kernels.reference
 from kernels.batch import Part, RaggedBatch
-from kernels.reference import Variant
+from kernels.variants import Variant
+from kernels.variants.base import Hook
+from tests.interpreter import interpret
 from tests.kernels.dense import Sequences
 from tests.tolerances import OP, relative_norm
 
@@ -27,6 +31,25 @@ def check(ops, sequences: Sequences, *parts: tuple[int, int, int], heads: int = 
     assert lse.dtype == (torch.float64 if q.dtype == torch.float64 else torch.float32)
     assert relative_norm(out, expected) <= OP[q.dtype]
     assert relative_norm(lse, expected_lse) <= OP[q.dtype]
+
+
+@interpret
+def holes_mask(head, query, key, parameters):
+    return (query % 2 == 0) & (key >= parameters[0])
+
+
+@interpret
+def holes_bounds(first, last, parameters):
+    return parameters[0], 0, 0, last + 1
+
+
+def holes() -> Variant:
+    """Queries at even positions see keys from 12 on; the others see none."""
+    return Variant(
+        "holes",
+        mask=Hook(lambda head, query, key, parameters: (query % 2 == 0) & (key >= parameters[0]), holes_mask, (12,)),
+        bounds=Hook(lambda first, last, parameters: (parameters[0], 0, 0, last + 1), holes_bounds, (12,)),
+    )
 
 
 @pytest.mark.parametrize("q_len", [1, 3, 4, 5])
@@ -86,22 +109,24 @@ def test_window_of_one_sees_itself_alone(ops):
 
 
 @pytest.mark.parametrize("window", [3, 40, 700])
-def test_window_over_more_queries_than_one_tile(ops, window):
+def test_window_over_more_queries_than_one_tile_of_the_reference(window):
     length = 1100
     sequences = Sequences.random([length], kv_heads=1, page_size=16)
     batch = sequences.batch((0, 20, length))
     q = sequences.queries(batch, heads=1)
-    out, _ = ops.attention(q, sequences.k_pages, sequences.v_pages, batch=batch, scale=0.25, window=window)
+    out, _ = kernels.reference.attention(
+        q, sequences.k_pages, sequences.v_pages, batch=batch, scale=0.25, window=window
+    )
     distance = torch.arange(20, length)[:, None] - torch.arange(length)
     scores = torch.einsum("nd,td->nt", q[:, 0].double(), sequences.k[0][:, 0].double()) * 0.25
     scores = scores.masked_fill((distance < 0) | (distance >= window), float("-inf"))
     assert relative_norm(out[:, 0], scores.softmax(-1) @ sequences.v[0][:, 0].double()) <= OP[torch.float32]
 
 
-def test_a_window_bounds_what_is_computed(monkeypatch):
-    sizes, attend = [], kernels.reference._attend
+def test_a_window_bounds_what_the_reference_computes(monkeypatch):
+    sizes, attend = [], kernels.attention_reference._attend
     monkeypatch.setattr(
-        kernels.reference,
+        kernels.attention_reference,
         "_attend",
         lambda q, k, v, **how: sizes.append((q.shape[2], k.shape[2])) or attend(q, k, v, **how),
     )
@@ -109,7 +134,7 @@ def test_a_window_bounds_what_is_computed(monkeypatch):
     batch = sequences.batch((0, 0, 2000))
     q = sequences.queries(batch, heads=1)
     kernels.reference.attention(q, sequences.k_pages, sequences.v_pages, batch=batch, scale=1.0, window=100)
-    tile = kernels.reference.TILE
+    tile = kernels.attention_reference.TILE
     assert len(sizes) > 1 and sum(queries for queries, _ in sizes) == 2000
     assert all(queries <= tile and keys <= tile + 99 for queries, keys in sizes)
 
@@ -131,12 +156,13 @@ def test_pages_before_the_window_are_never_followed(ops):
     check(ops, sequences, (0, 12, 16), window=5)
 
 
-def test_stale_id_next_to_page_zero_is_not_taken_for_a_run(ops):
+def test_the_reference_refuses_a_stale_id_next_to_page_zero():
     sequences = Sequences.random([16], permuted=False)
     sequences.pages[0] = [-1, *sequences.pages[0][:3]]
     batch = sequences.batch((0, 12, 16))
+    q = sequences.queries(batch, 4)
     with pytest.raises((ValueError, IndexError, RuntimeError)):
-        ops.attention(sequences.queries(batch, 4), sequences.k_pages, sequences.v_pages, batch=batch, scale=1.0)
+        kernels.reference.attention(q, sequences.k_pages, sequences.v_pages, batch=batch, scale=1.0)
 
 
 @pytest.mark.parametrize("heads,kv_heads", [(4, 4), (4, 2), (7, 1), (14, 2), (12, 2), (32, 1), (20, 1)])
@@ -154,12 +180,26 @@ def test_head_size(ops, width, v_width, layout):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("window", [None, 7])
 def test_dtypes(ops, dtype, window):
+    if ops.NAME == "triton" and dtype == torch.float64:
+        with pytest.raises(ValueError, match="float64; the kernels take bfloat16, float16 and float32"):
+            check(ops, Sequences.random([5], dtype=dtype), (0, 3, 5))
+        return
     check(ops, Sequences.random([33], dtype=dtype), (0, 10, 33), (0, 0, 10), window=window)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(data=st.data())
-def test_any_ragged_batch(ops, data):
+def test_any_ragged_batch_of_the_reference(data):
+    check_any_batch(kernels.reference, data)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_ragged_batch_of_the_kernel(interpreted, data):
+    check_any_batch(interpreted, data)
+
+
+def check_any_batch(ops, data) -> None:
     page_size = data.draw(st.sampled_from([1, 3, 4, 16]), "page_size")
     lengths = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=4), "lengths")
     kv_heads, group = data.draw(st.sampled_from([(1, 1), (2, 3), (3, 1)]), "heads")
@@ -179,53 +219,21 @@ def test_any_ragged_batch(ops, data):
     check(ops, sequences, *parts, heads=kv_heads * group, window=window)
 
 
-def test_score_and_mask_of_a_variant(ops):
-    # A linear bias per head, and only the first two tokens and even distances visible.
-    variant = Variant(
-        name="test",
-        score_mod=lambda score, head, query, key: score - 0.1 * (head + 1) * (query - key),
-        mask_mod=lambda head, query, key: (key < 2) | ((query - key) % 2 == 0),
-    )
-    parts = ((0, 6, 13), (1, 0, 5))
-    sequences = Sequences.random([13, 5])
-    batch = sequences.batch(*parts)
-    q = sequences.queries(batch, 4)
-    for window in (None, 4):
-        out, lse = ops.attention(
-            q,
-            sequences.k_pages,
-            sequences.v_pages,
-            batch=batch,
-            scale=0.25,
-            window=window,
-            variant=variant,
-            return_lse=True,
-        )
-        expected, expected_lse = sequences.expected(
-            q,
-            *parts,
-            window=window,
-            score=lambda scores, head, position, keys: scores - 0.1 * (head + 1) * (position - keys),
-            visible=lambda head, position, key: key < 2 or (position - key) % 2 == 0,
-        )
-        assert relative_norm(out, expected) <= OP[torch.float32]
-        assert relative_norm(lse, expected_lse) <= OP[torch.float32]
-
-
-def test_rows_without_keys_give_zero_and_cells_nobody_sees_may_be_unfilled(ops):
-    sequences = Sequences.random([8])
-    for token in (0, 1, 2, 3):  # page 0 was never filled
-        sequences.k_pages[sequences.pages[0][0], token] = float("nan")
-        sequences.v_pages[sequences.pages[0][0], token] = float("nan")
-    variant = Variant(name="test", mask_mod=lambda head, query, key: (key >= 4) & (query % 2 == 0))
-    batch = sequences.batch((0, 4, 8))
+def test_rows_without_keys_give_zero_and_keys_out_of_bounds_may_be_unfilled(ops):
+    sequences = Sequences.random([40])
+    for page in range(3):  # tokens 0..11 were never filled
+        sequences.k_pages[sequences.pages[0][page]] = float("nan")
+        sequences.v_pages[sequences.pages[0][page]] = float("nan")
+    batch = sequences.batch((0, 4, 40))
     q = sequences.queries(batch, 4)
     out, lse = ops.attention(
-        q, sequences.k_pages, sequences.v_pages, batch=batch, scale=0.25, variant=variant, return_lse=True
+        q, sequences.k_pages, sequences.v_pages, batch=batch, scale=0.25, variant=holes(), return_lse=True
     )
-    expected, _ = sequences.expected(q, (0, 4, 8), visible=lambda head, query, key: key >= 4 and query % 2 == 0)
+    expected, _ = sequences.expected(q, (0, 4, 40), visible=lambda head, query, key: key >= 12 and query % 2 == 0)
     assert relative_norm(out, expected) <= OP[torch.float32]
-    assert (out[1::2] == 0).all() and (lse[1::2] == float("-inf")).all() and torch.isfinite(lse[::2]).all()
+    empty = torch.arange(4, 40) % 2 == 1
+    empty[:8] = True
+    assert (out[empty] == 0).all() and (lse[empty] == float("-inf")).all() and torch.isfinite(lse[~empty]).all()
 
 
 def test_lse_is_returned_on_request_only(ops):
@@ -236,7 +244,7 @@ def test_lse_is_returned_on_request_only(ops):
 
 
 def test_consecutive_pages_are_read_without_a_copy():
-    gather = kernels.reference._gather
+    gather = kernels.attention_reference._gather
     adjacent, permuted = (Sequences.random([24], permuted=permuted) for permuted in (False, True))
     joined, hnd = (Sequences.random([24], permuted=False, layout=layout) for layout in ("joined", "HND"))
     pool_of = lambda x: x.k_pages.untyped_storage().data_ptr()  # noqa: E731
@@ -253,6 +261,7 @@ def test_consecutive_pages_are_read_without_a_copy():
         (dict(heads=3), "3 heads cannot share 2 KV heads"),
         (dict(tokens=3), "q has 3 tokens and the batch 4"),
         (dict(dtype=torch.float16), "one dtype"),
+        (dict(scale=0.0), "scale is 0.0; it must be positive"),
     ],
     ids=lambda value: str(value) if isinstance(value, str) else "",
 )
@@ -261,4 +270,11 @@ def test_misfits_are_refused(ops, change, message):
     batch = RaggedBatch.build([Part(4, 8, sequences.pages[0])], 4)
     q = torch.zeros(change.get("tokens", 4), change.get("heads", 4), 16, dtype=change.get("dtype", torch.float32))
     with pytest.raises(ValueError, match=message):
-        ops.attention(q, sequences.k_pages, sequences.v_pages, batch=batch, scale=1.0, window=change.get("window"))
+        ops.attention(
+            q,
+            sequences.k_pages,
+            sequences.v_pages,
+            batch=batch,
+            scale=change.get("scale", 1.0),
+            window=change.get("window"),
+        )

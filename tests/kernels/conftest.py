@@ -1,0 +1,60 @@
+"""Fixtures of the kernels' tests: both backends, the Triton one under the interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from kernels import BACKENDS, backend
+from tests.interpreter import VARIABLE, load_kernels
+
+load_kernels()
+
+GUARD = 64
+
+
+@pytest.fixture(params=BACKENDS, scope="session")  # one per session so that Hypothesis may use it too
+def ops(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
+    """A backend of the kernels; every test of an op runs on each."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "triton":
+            patch.setenv(VARIABLE, "1")
+        yield backend(request.param, "cpu")
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The Triton backend under the interpreter."""
+    monkeypatch.setenv(VARIABLE, "1")
+    return backend("triton", "cpu")
+
+
+@pytest.fixture
+def guarded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What `Tensor.new_empty` returns, results of the ops among it, lies between guards that nobody may write."""
+    made, new_empty = [], torch.Tensor.new_empty
+
+    def between_guards(self: torch.Tensor, *size: Any, **kwargs: Any) -> torch.Tensor:
+        inside = new_empty(self, *size, **kwargs)
+        whole = torch.full((inside.numel() + 2 * GUARD,), 77, dtype=inside.dtype)
+        made.append(whole)
+        whole[GUARD : GUARD + inside.numel()] = inside.flatten()
+        return whole[GUARD : GUARD + inside.numel()].view(inside.shape)
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", between_guards)
+    yield
+    assert made and all((whole[:GUARD] == 77).all() and (whole[-GUARD:] == 77).all() for whole in made)
+
+
+def count_launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Every `Launch` that runs from now on."""
+    from kernels.launch import Launch
+
+    ran: list[Any] = []
+    run: Callable[[Launch], None] = Launch.run
+    monkeypatch.setattr(Launch, "run", lambda self: (ran.append(self), run(self))[1])
+    return ran
