@@ -19,6 +19,7 @@ from cacheflow.engine import Engine
 from cacheflow.policies import available
 from cacheflow.stores import DiskStore, Link
 from cacheflow.text import Tokenizer, read_document
+from models.decoder import Decoder
 
 CHUNK = 128
 PAGE = 16
@@ -70,6 +71,8 @@ class Report:
     chunk_tokens: int
     kv_bytes: int
     gbps: float
+    device: str
+    dtype: str
     backend: str
     threads: int
     torch: str
@@ -85,12 +88,16 @@ def run(
     *,
     document: Path | None = None,
     question: str = QUESTION,
+    device: str = "cpu",
+    dtype: str = "float32",
+    backend: str | None = None,
     gbps: float | None = None,
     rounds: int = ROUNDS,
     progress: Callable[[str], None] = lambda step: None,
 ) -> Report:
     """Run the demo and write report.json, two pictures per policy and a Perfetto trace into `out`.
 
+    device, dtype, backend: as for an Engine, dtype by name.
     gbps: of the link; None: such that loading everything takes as long as recomputing everything.
     Raises ValueError for a document that cannot be used.
     """
@@ -104,10 +111,18 @@ def run(
     prompt = prefix + tokenizer.encode(AFTER.format(question=question))
     out.mkdir(parents=True, exist_ok=True)
     progress("loading the model")
-    baseline = _Transformers(model.folder, prompt)
     with tempfile.TemporaryDirectory(dir=out, prefix="store-") as folder:
         link = Link(DiskStore(folder), gbps=math.inf)
-        with Engine(model.folder, link, chunk_tokens=CHUNK, page_size=PAGE) as engine:
+        with Engine(
+            model.folder,
+            link,
+            device=device,
+            dtype=getattr(torch, dtype),
+            backend=backend,
+            chunk_tokens=CHUNK,
+            page_size=PAGE,
+        ) as engine:
+            baseline = _Transformers(model.folder, prompt, engine.model)
             progress("measuring costs")
             engine.warmup()
             progress("storing the document")
@@ -137,7 +152,9 @@ def run(
                 chunk_tokens=CHUNK,
                 kv_bytes=kv_bytes,
                 gbps=link.bandwidth * 8 / 1e9,
-                backend=engine.model.ops.__name__,
+                device=str(engine.model.device),
+                dtype=dtype,
+                backend=engine.model.ops.NAME,
                 threads=torch.get_num_threads(),
                 torch=torch.__version__,
                 rounds=rounds,
@@ -164,13 +181,14 @@ def license_text() -> str:
 class _Transformers:
     """Transformers' own unchunked prefill of the same prompt: the baseline that ours has to be honest against."""
 
-    def __init__(self, folder: Path, prompt: list[int]) -> None:
+    def __init__(self, folder: Path, prompt: list[int], ours: Decoder) -> None:
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
 
         logging.disable_progress_bar()
-        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
-        self._ids = torch.tensor([prompt])
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=ours.dtype, attn_implementation="sdpa")
+        torch.nn.Module.to(self._model, ours.device)
+        self._ids = torch.tensor([prompt], device=ours.device)
         self._seconds: list[float] = []
         self.logits = torch.empty(0)
         self.time()  # the first pass also allocates; it does not count
@@ -179,9 +197,10 @@ class _Transformers:
     @torch.inference_mode()
     def time(self) -> None:
         start = time.perf_counter()
-        self.logits = self._model(self._ids, use_cache=True, logits_to_keep=1).logits[0, -1]
-        int(self.logits.argmax())
+        logits = self._model(self._ids, use_cache=True, logits_to_keep=1).logits[0, -1]
+        int(logits.argmax())
         self._seconds.append(time.perf_counter() - start)
+        self.logits = logits.cpu()
 
     def ratio(self, ours: trials.Outcome) -> float:
         """Ours over theirs, round by round, the median."""

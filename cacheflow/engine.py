@@ -14,6 +14,7 @@ import torch
 
 from cacheflow.costs.base import Costs
 from cacheflow.costs.measure import measure
+from cacheflow.devices import open_device
 from cacheflow.executor import Executor
 from cacheflow.keys import model_fingerprint
 from cacheflow.lookup import Locator
@@ -29,6 +30,8 @@ from cacheflow.stores.base import Store
 from cacheflow.stores.layout import Layout, PartSpec
 from cacheflow.streams import Stream
 from cacheflow.timeline import Timeline
+from kernels import backend as find_backend
+from kernels import ranges
 from kernels.batch import Part, RaggedBatch
 from models.decoder import Decoder
 from models.weights import weights_digest
@@ -38,7 +41,10 @@ class Engine:
     """Restores prompts whose KV is in a store, by recompute and load at once, and generates from them, greedily.
 
     model: a Decoder, or the folder of a Hugging Face checkpoint. store: a Store, or what `open_store` takes.
-    policy: name, or "module:Class". device: where the model runs. dtype: for a model given as a folder.
+    policy: name, or "module:Class".
+    device, dtype, backend: for a model given as a folder, since a Decoder has its own: "cpu", "cuda" or "cuda:N", None:
+        "cpu"; of weights and KV, None: float32; the kernels, a name of `kernels.BACKENDS`, None: "triton" on a GPU and
+        "reference" on a CPU.
     chunk_tokens: tokens of a stored object, whole pages. page_size: tokens of a page. cache_tokens: KV that fits the
         page pool, all prompts together. token_budget: most tokens of one compute op. hidden_tokens: most tokens whose
         hidden states are kept between ops; None: as many as the page pool has.
@@ -55,8 +61,9 @@ class Engine:
         store: Store | str,
         *,
         policy: str = "two-pointer",
-        device: str = "cpu",
-        dtype: torch.dtype = torch.float32,
+        device: str | None = None,
+        dtype: torch.dtype | None = None,
+        backend: str | None = None,
         chunk_tokens: int = 512,
         page_size: int = 16,
         cache_tokens: int = 16384,
@@ -68,15 +75,14 @@ class Engine:
         adapter: bytes | None = None,
         streams: Callable[[str], Stream] | None = None,
     ) -> None:
-        if device != "cpu":
-            raise ValueError(f"device {device!r} is not supported yet; use 'cpu'")
         if page_size < 1 or chunk_tokens % page_size or chunk_tokens < 1:
             raise ValueError(f"chunk_tokens {chunk_tokens} must be a whole number of pages of {page_size} tokens")
         for name, tokens in (("cache_tokens", cache_tokens), ("token_budget", token_budget)):
             if tokens < 1:
                 raise ValueError(f"{name} {tokens} must be at least 1 token")
         find(policy)
-        self.model = model if isinstance(model, Decoder) else Decoder.from_folder(model, dtype, device)
+        self.model = _model(model, device, dtype, backend)
+        self._device = open_device(str(self.model.device))
         self.store = open_store(store) if isinstance(store, str) else store
         self.policy = policy
         self.costs = costs
@@ -91,11 +97,13 @@ class Engine:
             kv_heads=config.kv_heads,
             head_dim=config.head_dim,
             dtype=self.model.dtype,
+            device=self.model.device,
         )
         self.hidden_tokens = cache_tokens if hidden_tokens is None else hidden_tokens
         # Suffixes and repairs keep hidden states whatever the budget; every token of the pool may be such.
         self._sessions = Sessions(
-            self.pages, HiddenPool(self.pages.num_pages * page_size, config.hidden_size, self.model.dtype)
+            self.pages,
+            HiddenPool(self.pages.num_pages * page_size, config.hidden_size, self.model.dtype, self.model.device),
         )
         self._timeout = timeout
         self._streams = streams
@@ -114,9 +122,10 @@ class Engine:
     # What a user calls
 
     def warmup(self) -> None:
-        """Measure costs unless they were given, and start the streams: whatever should not happen in a first TTFT."""
+        """Whatever should not happen in a first TTFT: compile kernels, measure costs not given, start streams."""
         if self._executor is not None:
             return
+        self.model.warmup(*self.pages.layers[0])
         costs = self.measure() if self.costs is None else self.costs
         cell, layers = self._layout(1).layer_nbytes, self.model.config.num_layers
         self._executor = Executor(
@@ -124,12 +133,15 @@ class Engine:
             self._sessions,
             self.store,
             costs,
+            self._device,
             # Beyond the cells: an object may hold the prompt's last token, which its column leaves out; and each of
             # the at most `layers` chunks and a tail begins at a multiple of DIRECT.
             staging_bytes=(self.staging_cells + layers) * cell + (layers + 2) * DIRECT,
             timeout=self._timeout,
             streams=self._streams,
         )
+        if self.model.device.type == "cuda":  # its libraries begin with the first pass
+            self._executor.call(partial(self._pass, [0], [Part(0, 1, [0])]))
 
     def measure(self) -> Costs:
         """Measure the costs anew, of compute with nothing queued on it, and plan with them from now on."""
@@ -184,9 +196,10 @@ class Engine:
         self._executor.timeline = Timeline()
         restoration = Restoration(self.make_policy(policy), self._executor, self._locator, self.pages, self._aborts)
         try:
-            for name, tokens in zip(names, accepted, strict=True):
-                restoration.add(self._locate(name, tokens, room, self._executor.timeline))
-            return restoration.run()
+            with ranges.span("restore", restoration.loop.policy.name):  # what a profiler captures
+                for name, tokens in zip(names, accepted, strict=True):
+                    restoration.add(self._locate(name, tokens, room, self._executor.timeline))
+                return restoration.run()
         except BaseException:  # KeyboardInterrupt too
             restoration.abandon()
             raise
@@ -328,10 +341,25 @@ class Engine:
             assert g.restored.session is not None
             position = len(g.restored.tokens) + len(g.tokens) - 1
             parts.append(Part(position, position + 1, g.restored.session.pages))
-        hidden = self.model.embed(torch.tensor([g.tokens[-1] for g in running]))
-        batch = RaggedBatch.build(parts, self.page_size)
+        return self._pass([g.tokens[-1] for g in running], parts)
+
+    def _pass(self, tokens: list[int], parts: list[Part]) -> list[int]:
+        """One pass through all layers, and the token that follows each. Work of the compute stream."""
+        hidden = self.model.embed(*self._device.put([torch.tensor(tokens)]))
+        batch = RaggedBatch.build(parts, self.page_size, self.model.device)
         self.model.forward(range(self.model.config.num_layers), batch, hidden, self.pages.layers)
         return self.model.logits(hidden).argmax(dim=-1).tolist()
+
+
+def _model(model: Decoder | str | Path, device: str | None, dtype: torch.dtype | None, backend: str | None) -> Decoder:
+    if not isinstance(model, Decoder):
+        where = open_device(device or "cpu").torch_device
+        return Decoder.from_folder(model, dtype or torch.float32, where, find_backend(backend, where))
+    its = {"device": str(model.device), "dtype": model.dtype, "backend": model.ops.NAME}
+    for name, wanted in (("device", device), ("dtype", dtype), ("backend", backend)):
+        if wanted not in (None, its[name]):
+            raise ValueError(f"{name} {wanted!r} is not the Decoder's, {its[name]!r}; leave it out")
+    return model
 
 
 def _name(dtype: torch.dtype) -> str:

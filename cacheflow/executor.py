@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import queue
+import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from cacheflow.costs.base import Costs
+from cacheflow.devices import Device, Staging
 from cacheflow.loop import AHEAD, Completion, Failures
-from cacheflow.op import COMPUTE, COPY, FETCH, Op
+from cacheflow.op import COMPUTE, COPY, FETCH, SAVE, Op, Part
 from cacheflow.sessions import Landing, Prepared, Session, Sessions
-from cacheflow.stores.base import ERROR, TIMEOUT, Store, WriteResult, aligned_buffer
+from cacheflow.stores.base import ERROR, TIMEOUT, Store, WriteResult
 from cacheflow.stores.layout import Layout
-from cacheflow.streams import CpuStream, Event, Job, Stream, Workers
+from cacheflow.streams import Event, Job, Stream, Workers
 from cacheflow.timeline import Span, Timeline
+from kernels import ranges
 from models.decoder import Decoder
 
 T = TypeVar("T")
 
 STORE = "store"  # the stream that saves
+# What an op's NVTX range shows. request: ids, joined by commas and cut. chunks: columns, from the first on.
+PAYLOAD = np.dtype(
+    [("request", "U32"), *((name, "i8") for name in ("first_chunk", "chunks", "first_layer", "layers", "bytes"))]
+)
 
 
 @dataclass(eq=False)
@@ -31,7 +40,7 @@ class Fetch:
     deadline, until the store returns: a late write must not hit a buffer that somebody else uses by then."""
 
     op: Op
-    buffer: torch.Tensor
+    buffer: Staging
     landings: list[Landing]
     deadline: float
     job: Job
@@ -43,8 +52,7 @@ class Fetch:
 class Executor:
     """Runs ops. All methods are called on the loop's thread; work runs on streams and workers.
 
-    streams: makes a stream from its name; by default CPU threads, `compute` with PyTorch's intra-op threads, the
-        others with one each.
+    device: where the model is. streams: makes a stream from its name; None: the device's.
     staging_bytes: of each of the AHEAD staging buffers.
     timeout: seconds that a fetch may take beyond three times its estimate before it counts as lost.
     """
@@ -55,6 +63,7 @@ class Executor:
         sessions: Sessions,
         store: Store,
         costs: Costs,
+        device: Device,
         *,
         staging_bytes: int,
         timeout: float,
@@ -64,15 +73,17 @@ class Executor:
         self.sessions = sessions
         self.store = store
         self.costs = costs
+        self.device = device
         self.timeout = timeout
         self.timeline = Timeline()
         self._origin = time.perf_counter()
-        make = streams or _cpu_stream
+        make = streams or device.stream
         self.compute, self.copy, self.offload = (make(name) for name in (COMPUTE, COPY, STORE))
         self._workers = Workers(AHEAD, "cacheflow-fetch")
-        self._staging = [torch.from_numpy(aligned_buffer(staging_bytes)) for _ in range(AHEAD)]
+        self._staging = [device.staging(staging_bytes) for _ in range(AHEAD)]
         for buffer in self._staging:
-            store.register(buffer.numpy())
+            store.register(buffer.host.numpy())
+        self._saving = threading.Semaphore(AHEAD)  # what is being saved is bounded, as what is being loaded is
         self._buffers = list(self._staging)  # those that are free
         self._fetches: list[Fetch] = []
         self._hanging: list[Fetch] = []  # given up, and the store has not returned
@@ -155,15 +166,36 @@ class Executor:
         self.compute.run(lambda: self._run(prepared), self._reporter(op))
 
     def _run(self, prepared: Prepared) -> None:
-        model, states = self.model, self.sessions.hidden.states
-        hidden = model.embed(prepared.tokens) if prepared.tokens is not None else states[prepared.rows]
-        model.forward(prepared.op.layers, prepared.batch, hidden, self.sessions.pages.layers)
-        if prepared.keep is not None:
-            batch_rows, pool_rows = prepared.keep
-            states[pool_rows] = hidden[batch_rows]
-        for session, row in prepared.sampled:
-            logits = model.logits(hidden[row : row + 1])[0]
-            session.logits, session.first_token = logits, int(logits.argmax())
+        """Work of the compute stream."""
+        op, model, states = prepared.op, self.model, self.sessions.hidden.states
+        with ranges.span(op.kind, op.kind, lambda: self._payload(op)):
+            batch = prepared.batch.to(self.device.torch_device)
+            if prepared.tokens is not None:
+                hidden = model.embed(*self._put(prepared.tokens))
+            else:
+                assert prepared.rows is not None
+                hidden = states[self._rows(prepared.rows)]
+            model.forward(op.layers, batch, hidden, self.sessions.pages.layers)
+            if prepared.keep is not None:
+                batch_rows, pool_rows = prepared.keep
+                states[self._rows(pool_rows)] = hidden[self._rows(batch_rows)]
+            for session, row in prepared.sampled:
+                logits = model.logits(hidden[row : row + 1])[0]
+                session.logits, session.sampled = self.device.get(logits), self.device.get(logits.argmax())
+
+    def _put(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        return self.device.put(tensors)
+
+    def _rows(self, rows: slice | torch.Tensor) -> slice | torch.Tensor:
+        return rows if isinstance(rows, slice) else self._put(rows)[0]
+
+    def _payload(self, op: Op) -> NDArray[np.void]:
+        """What an op's range shows."""
+        columns = [self.sessions[part.request].plane.columns_of(part) for part in op.parts]
+        chunks = sum(last - first for first, last in columns)
+        first = min(first for first, _ in columns)
+        names = ",".join(op.requests)[:32]
+        return np.array((names, first, chunks, op.layers.start, len(op.layers), self._bytes(op)), PAYLOAD)
 
     def _reporter(self, op: Op, after: Callable[[], None] = lambda: None) -> Callable[..., None]:
         """What a stream calls when an op ended: the completion is taken by the loop's thread."""
@@ -181,9 +213,11 @@ class Executor:
 
     def _complete(self, op: Op, start: float, end: float, failures: Failures = (), handle: object = None) -> Completion:
         start, end = start - self._origin, end - self._origin
-        moved = 0 if op.kind == COMPUTE else op.tokens * len(op.layers) * self.costs.shape.cell_bytes
-        self.timeline.add(Span(op, op.kind, start, end, moved))
+        self.timeline.add(Span(op, op.kind, start, end, self._bytes(op)))
         return Completion(op, start, end, failures, handle)
+
+    def _bytes(self, op: Op) -> int:
+        return 0 if op.kind == COMPUTE else op.tokens * len(op.layers) * self.costs.shape.cell_bytes
 
     def call(self, work: Callable[[], T]) -> T:
         """Run something on the compute stream, behind what is queued there, and wait for its result."""
@@ -206,25 +240,43 @@ class Executor:
     ) -> None:
         """Write tokens [start, start + layout.tokens) of a session to the store, once all that was queued has run.
 
-        ended is called on the store stream's thread. The session's pages must stay until then.
+        Waits while AHEAD objects are on their way. ended is called on another thread; the session's pages must stay
+        until then.
         """
+        self._saving.acquire()
         # What was queued so far fills these cells; without the two events stale pages could be stored.
         for stream in (self.compute, self.copy):
             self.offload.wait(stream.record())
-        slots = self.sessions.pages.slots(session.pages, start, start + layout.tokens)
-        result = WriteResult(ok=False, reason=ERROR, nbytes=0)
+        part = Part(session.plane.request.id, start, start + layout.tokens)
+        op = Op(SAVE, range(layout.layers), (part,))
+        slots = self.sessions.pages.slots(session.pages, part.start, part.stop)
+        staged: list[torch.Tensor] = []
+        started = ranges.start(SAVE, SAVE, lambda: layout.nbytes)  # ends on another thread
 
         def work() -> None:
-            nonlocal result
             pages = self.sessions.pages
             shape = (layout.layers, len(layout.parts), layout.kv_heads, layout.tokens, layout.parts[0].width)
-            staging = torch.empty(shape, dtype=self.sessions.dtype)
-            self.model.ops.staging_from_pages(pages.k, slots, staging[:, 0])
-            self.model.ops.staging_from_pages(pages.v, slots, staging[:, 1])
-            result = self.store.write(key, layout, staging.view(torch.uint8).numpy().reshape(-1))
+            staging = torch.empty(shape, dtype=self.sessions.dtype, device=self.device.torch_device)
+            [places] = self._put(slots)
+            self.model.ops.staging_from_pages(pages.k, places, staging[:, 0])
+            self.model.ops.staging_from_pages(pages.v, places, staging[:, 1])
+            staged.append(self.device.get(staging))
 
-        # A store that raises has not stored; that is all that saving needs to know.
-        self.offload.run(work, lambda start, end, error: ended(result))
+        def write(begun: float, end: float, error: BaseException | None) -> None:
+            result = WriteResult(ok=False, reason=ERROR, nbytes=0)
+            try:
+                if error is None:
+                    result = self.store.write(key, layout, staged[0].view(torch.uint8).numpy().reshape(-1))
+            except Exception:  # a store that raises has not stored; that is all that saving needs to know
+                pass
+            finally:
+                ranges.end(started)
+                self._saving.release()
+                done = time.perf_counter()
+                self.timeline.add(Span(op, STORE, begun - self._origin, done - self._origin, layout.nbytes))
+                ended(result)
+
+        self.offload.run(work, write)
 
     def flush(self) -> None:
         """Wait until everything to be saved is written or refused."""
@@ -254,7 +306,8 @@ class Executor:
         """On a worker's thread."""
         fetch.start = time.perf_counter()
         try:
-            results = self.store.read([landing.read for landing in fetch.landings])
+            with ranges.span(FETCH, FETCH, lambda: self._payload(fetch.op)):
+                results = self.store.read([landing.read for landing in fetch.landings])
             fetch.reasons = [
                 None if result.ok else result.reason or ERROR for result, _ in zip(results, fetch.landings, strict=True)
             ]
@@ -298,21 +351,23 @@ class Executor:
 
     def _submit_copy(self, op: Op, fetch: Fetch) -> None:
         landings = [x for x, reason in zip(fetch.landings, fetch.reasons, strict=True) if reason is None]
-        self.copy.run(lambda: self._copy(op, landings), self._reporter(op, lambda: self._buffers.append(fetch.buffer)))
+        self.copy.run(
+            lambda: self._copy(op, landings, fetch.buffer),
+            self._reporter(op, lambda: self._buffers.append(fetch.buffer)),
+        )
         event = self.copy.record()
         self._copied.update(dict.fromkeys(op.requests, event))
 
-    def _copy(self, op: Op, landings: list[Landing]) -> None:
-        """On the copy stream."""
+    def _copy(self, op: Op, landings: list[Landing], buffer: Staging) -> None:
+        """Work of the copy stream."""
         pages = self.sessions.pages
         band = slice(op.layers.start, op.layers.stop)
-        for landing in landings:
-            self.model.ops.pages_from_staging(landing.staging[:, 0], pages.k[band], landing.slots)
-            self.model.ops.pages_from_staging(landing.staging[:, 1], pages.v[band], landing.slots)
-
-
-def _cpu_stream(name: str) -> CpuStream:
-    threads = torch.get_num_threads()
-    stream = CpuStream(f"cacheflow-{name}", threads if name == COMPUTE else 1)
-    torch.set_num_threads(threads)
-    return stream
+        with ranges.span(COPY, COPY, lambda: self._payload(op)):
+            if buffer.device is not buffer.host:
+                used = slice(landings[0].start, landings[-1].start + landings[-1].read.nbytes)
+                buffer.device[used].copy_(buffer.host[used], non_blocking=True)
+            slots = self.device.put([landing.slots for landing in landings])
+            for landing, places in zip(landings, slots, strict=True):
+                staging = landing.on(buffer.device, self.sessions.dtype)
+                self.model.ops.pages_from_staging(staging[:, 0], pages.k[band], places)
+                self.model.ops.pages_from_staging(staging[:, 1], pages.v[band], places)

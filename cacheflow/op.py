@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-Kind = Literal["compute", "fetch", "copy"]
+Kind = Literal["compute", "fetch", "copy", "save"]
 COMPUTE: Kind = "compute"
 FETCH: Kind = "fetch"
 COPY: Kind = "copy"
+SAVE: Kind = "save"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,8 @@ class Part:
 class Op:
     """A band of layers and the token ranges it is for; one launch, one scatter list.
 
-    kind: "compute" (project and advance), "fetch" (store -> staging, may fail), "copy" (staging -> pages, cannot fail).
+    kind: "compute" (project and advance), "fetch" (store -> staging, may fail), "copy" (staging -> pages, cannot fail),
+        "save" (pages -> store; in timelines only, no policy hands one out).
     layers: the band, a range with step 1.
     parts: what it works on. Several parts of one request are allowed: all projections of a layer come before any
         attention of that layer, so parts see each other's keys.

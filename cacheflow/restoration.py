@@ -88,7 +88,8 @@ class Restoration:
         restored = self._batch[plane.request.id]
         assert restored.session is not None
         restored.ttft = now - self._accepted
-        restored.first_token, restored.logits = restored.session.first_token, restored.session.logits
+        assert restored.session.sampled is not None
+        restored.first_token, restored.logits = int(restored.session.sampled), restored.session.logits
 
     def _drained(self, plane: Plane) -> None:
         restored = self._batch[plane.request.id]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from cacheflow.devices import Staging
 from cacheflow.op import Op, Part
 from cacheflow.pages import HiddenPool, PagePool
 from cacheflow.plane import Plane
@@ -32,7 +33,8 @@ class Session:
     tokens: the prompt, [n] int64 on the host. pages: ids, in token order; with room for what will be decoded.
     chunks: the stored object of every prefix column, None for a hole.
     hidden_rows: rows of the hidden pool, by column, of hidden states that wait between two ops.
-    first_token, logits: set by the op that advances the last token; logits is [vocab] float on the host.
+    logits, sampled: set by the op that advances the last token, and there when it has ended: [vocab] float, and the
+        first token's id as a tensor of one element, both on the host.
     """
 
     plane: Plane
@@ -40,8 +42,8 @@ class Session:
     pages: list[int]
     chunks: tuple[StoredChunk | None, ...]
     hidden_rows: dict[int, list[int]] = field(default_factory=dict)
-    first_token: int | None = None
     logits: torch.Tensor | None = None
+    sampled: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -65,14 +67,20 @@ class Prepared:
 class Landing:
     """One chunk of a fetch op: its share of the staging buffer and its way into pages.
 
-    staging: [layers, 2, kv_heads, tokens, width], K before V, a view of the staging buffer. slots: [tokens] int64, -1
-    for tokens of the object that the column does not use. part: the column as a part of the op.
+    start: byte of the staging buffer at which it lands. slots: [tokens] int64 on the host, -1 for tokens of the object
+    that the column does not use. part: the column as a part of the op.
     """
 
     part: Part
     read: Read
-    staging: torch.Tensor
+    start: int
     slots: torch.Tensor
+
+    def on(self, buffer: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """[layers, 2, kv_heads, tokens, width], K before V: its share of a staging buffer, [bytes] uint8."""
+        layout = self.read.layout
+        shape = (len(self.read.layers), len(layout.parts), layout.kv_heads, layout.tokens, layout.parts[0].width)
+        return buffer[self.start : self.start + self.read.nbytes].view(dtype).view(shape)
 
 
 def adjacent(rows: Sequence[int]) -> slice | torch.Tensor:
@@ -160,8 +168,8 @@ class Sessions:
         for column in [c for c in session.hidden_rows if not session.plane.holds(c)]:
             self.hidden.release(session.hidden_rows.pop(column))
 
-    def landings(self, op: Op, buffer: torch.Tensor) -> list[Landing]:
-        """Lay out a fetch op over a staging buffer, [bytes] uint8 on the host."""
+    def landings(self, op: Op, buffer: Staging) -> list[Landing]:
+        """Lay out a fetch op over a staging buffer."""
         found, offset = [], 0
         for part in op.parts:
             session = self._by_id[part.request]
@@ -170,8 +178,7 @@ class Sessions:
                 assert chunk is not None, "a policy fetches only what is stored"
                 layout = chunk.layout
                 size = layout.selection_nbytes(op.layers, layout.all_parts, layout.all_kv_heads)
-                region = buffer[offset : offset + size]
-                offset += -(-size // DIRECT) * DIRECT
+                region = buffer.host[offset : offset + size]
                 piece = session.plane.part(column, column + 1)
                 slots = self.pages.slots(session.pages, piece.start, piece.stop)
                 slots = torch.nn.functional.pad(slots, (0, layout.tokens - piece.tokens), value=-1)
@@ -183,6 +190,6 @@ class Sessions:
                     kv_heads=layout.all_kv_heads,
                     destination=region.numpy(),
                 )
-                shape = (len(op.layers), len(layout.parts), layout.kv_heads, layout.tokens, layout.parts[0].width)
-                found.append(Landing(piece, read, region.view(self.dtype).view(shape), slots))
+                found.append(Landing(piece, read, offset, slots))
+                offset += -(-size // DIRECT) * DIRECT
         return found

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from threading import Lock
 
 from cacheflow.costs.base import Costs
-from cacheflow.op import COMPUTE, COPY, FETCH, Op, Part
+from cacheflow.op import COMPUTE, COPY, FETCH, SAVE, Op, Part
 from cacheflow.request import Request
 
 STREAMS = ("compute", "fetch", "copy", "store")  # in the order in which tables and pictures show them
@@ -101,7 +101,7 @@ class Timeline:
     def fills(self, request: Request) -> Iterator[Fill]:
         """What was filled of a request, by whom and when: compute that projects, and copies."""
         for span in self.of({request.id}):
-            if span.op.kind != FETCH:
+            if span.op.kind in (COMPUTE, COPY):
                 source = "compute" if span.op.kind == COMPUTE else "load"
                 for part in span.op.parts:
                     if part.request == request.id and part.project:
@@ -168,7 +168,8 @@ def describe(op: Op, requests: Mapping[str, Request] | None = None) -> str:
     by_request: dict[str, list[Part]] = {}
     for part in op.parts:
         by_request.setdefault(part.request, []).append(part)
-    what = {name: _ranges(parts, (requests or {}).get(name)) for name, parts in by_request.items()}
+    known = {} if requests is None or op.kind == SAVE else requests  # what is saved may go beyond the prompt
+    what = {name: _ranges(parts, known.get(name)) for name, parts in by_request.items()}
     if len(what) == 1:
         return " ".join([*words, *what.values()])
     return " ".join([*words, "; ".join(f"{name}: {ranges}" for name, ranges in what.items())])

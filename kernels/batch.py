@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 
 import torch
+
+_ALIGNMENT = 16  # bytes; what is compiled for pointers depends on it
 
 
 def element_offset(index: torch.Tensor | int, stride: int) -> torch.Tensor:
@@ -17,6 +19,24 @@ def element_offset(index: torch.Tensor | int, stride: int) -> torch.Tensor:
     block table is int32, so the widening has to come before the product.
     """
     return torch.as_tensor(index).to(torch.int64) * stride
+
+
+def to_device(tensors: Sequence[torch.Tensor], device: torch.device | str) -> list[torch.Tensor]:
+    """Host tensors on a device: all in one copy on the current stream, which neither host nor device waits for."""
+    kind = torch.device(device).type
+    if kind == "cpu":
+        return list(tensors)
+    starts = list(accumulate((-(-t.nbytes // _ALIGNMENT) * _ALIGNMENT for t in tensors), initial=0))
+    # Pinned, or the host would wait; its block is not used again before the copy has ended.
+    packed = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=kind == "cuda")
+    for tensor, start in zip(tensors, starts, strict=False):
+        _unpack(packed, start, tensor).copy_(tensor)
+    moved = packed.to(device, non_blocking=True)
+    return [_unpack(moved, start, tensor) for tensor, start in zip(tensors, starts, strict=False)]
+
+
+def _unpack(packed: torch.Tensor, start: int, like: torch.Tensor) -> torch.Tensor:
+    return packed[start : start + like.nbytes].view(like.dtype).view(like.shape)
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +105,6 @@ class RaggedBatch:
         if not parts:
             raise ValueError("a batch needs at least one part, got none")
         rows = [_page_row(index, part, page_size) for index, part in enumerate(parts)]
-        # Everything is laid out on the host and moved once, so that building a batch never waits for the device.
         block_table = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1)
         positions = torch.cat([torch.arange(part.start, part.stop, dtype=torch.int64) for part in parts])
         lengths = torch.tensor([part.stop - part.start for part in parts])
@@ -96,17 +115,34 @@ class RaggedBatch:
         slots = torch.where(written[owner], slots, -1)
         starts = tuple(part.start for part in parts)
         stops = tuple(part.stop for part in parts)
-        return cls(
-            query_start=_query_start(starts, stops).to(device, non_blocking=True),
-            context=torch.tensor(starts, dtype=torch.int32).to(device, non_blocking=True),
-            positions=positions.to(device, non_blocking=True),
-            block_table=block_table.to(device, non_blocking=True),
-            slots=slots.to(device, non_blocking=True),
+        batch = cls(
+            query_start=_query_start(starts, stops),
+            context=torch.tensor(starts, dtype=torch.int32),
+            positions=positions,
+            block_table=block_table,
+            slots=slots,
             page_size=page_size,
             starts=starts,
             stops=stops,
             project=tuple(part.project for part in parts),
             advance=tuple(part.stop - part.start if part.advance is None else part.advance for part in parts),
+        )
+        return batch.to(device)
+
+    def to(self, device: torch.device | str) -> RaggedBatch:
+        """A batch laid out on the host, on a device; see `to_device`."""
+        if torch.device(device).type == "cpu":
+            return self
+        query_start, context, positions, block_table, slots = to_device(
+            [self.query_start, self.context, self.positions, self.block_table, self.slots], device
+        )
+        return replace(
+            self,
+            query_start=query_start,
+            context=context,
+            positions=positions,
+            block_table=block_table,
+            slots=slots,
         )
 
     @property
@@ -158,22 +194,30 @@ class RaggedBatch:
     def _select(self, counts: tuple[int, ...]) -> Selection:
         if counts == self._lengths:
             return Selection(rows=slice(0, self.num_tokens), counts=counts, batch=self)
-        device = self.positions.device
         kept = [part for part, count in enumerate(counts) if count]
         ends = self.offsets[1:]
         ranges = [(ends[part] - counts[part], ends[part]) for part in kept]
-        rows: slice | torch.Tensor
+        adjacent, indices = None, torch.empty(0, dtype=torch.int64)
         if all(before[1] == after[0] for before, after in pairwise(ranges)):
-            rows = slice(ranges[0][0], ranges[-1][1]) if ranges else slice(0, 0)
+            adjacent = slice(ranges[0][0], ranges[-1][1]) if ranges else slice(0, 0)
         else:
-            rows = torch.cat([torch.arange(*bounds, dtype=torch.int64) for bounds in ranges]).to(device)
+            indices = torch.cat([torch.arange(*bounds, dtype=torch.int64) for bounds in ranges])
         starts = tuple(self.stops[part] - counts[part] for part in kept)
         stops = tuple(self.stops[part] for part in kept)
         # An index tensor also for one part: a [0, max_pages] table is right for a selection without tokens.
-        table_rows = torch.tensor(kept, dtype=torch.int64).to(device)
+        query_start, context, table_rows, indices = to_device(
+            [
+                _query_start(starts, stops),
+                torch.tensor(starts, dtype=torch.int32),
+                torch.tensor(kept, dtype=torch.int64),
+                indices,
+            ],
+            self.positions.device,
+        )
+        rows = indices if adjacent is None else adjacent
         batch = RaggedBatch(
-            query_start=_query_start(starts, stops).to(device, non_blocking=True),
-            context=torch.tensor(starts, dtype=torch.int32).to(device, non_blocking=True),
+            query_start=query_start,
+            context=context,
             positions=self.positions[rows],
             block_table=self.block_table.index_select(0, table_rows),
             slots=self.slots[rows],

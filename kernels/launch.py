@@ -14,6 +14,8 @@ import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from kernels.ranges import span
+
 # Triton's interpreter keeps the place of the program that runs in one global, and streams on a CPU are threads.
 _INTERPRETER = threading.Lock()
 
@@ -94,6 +96,10 @@ class Launch:
         bf16."""
         if 0 in self.grid:
             return
+        with span(self.kernel.__name__, "kernel"):
+            self._run()
+
+    def _run(self) -> None:
         if not isinstance(self.kernel, InterpretedFunction):
             self.kernel[self.grid](**self.arguments, **self.options)
             return

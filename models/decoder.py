@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 import kernels.reference
 from kernels.batch import RaggedBatch, Selection
+from kernels.variants import with_window
 from models.config import ModelConfig
 from models.weights import LayerWeights, Weights, fingerprint_files, load_weights
 
@@ -64,6 +65,24 @@ class Decoder:
     def dtype(self) -> torch.dtype:
         """Of weights, hidden states, K and V."""
         return self.weights.embedding.dtype
+
+    def warmup(self, k_pages: torch.Tensor, v_pages: torch.Tensor) -> None:
+        """Compile every kernel that a batch can need, if the backend compiles any. k_pages, v_pages: one layer's."""
+        if self.ops.NAME != "triton":
+            return
+        from kernels.launch import Shape
+
+        layer, config = self.weights.layers[0], self.config
+        shape = Shape(
+            config.hidden_size,
+            config.intermediate_size,
+            config.heads,
+            k_pages,
+            v_pages,
+            qkv_bias=layer.qkv_bias is not None,
+            qk_norm=layer.q_norm is not None,
+        )
+        self.ops.warmup(shape, self.device, [with_window(None, window) for window in dict.fromkeys(config.windows)])
 
     # Gradients are switched off on every entry, not once: the switch belongs to a thread.
     @torch.no_grad()

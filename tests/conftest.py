@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.recorder import recorder as recorder
+
 
 def _poison(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.device.type == "meta":

@@ -71,15 +71,24 @@ def progress(items: Sequence[T], what: str, unit: str = "it") -> Iterable[T]:
 
 
 def add_model(parser: Any) -> None:
-    """--model and --dtype."""
+    """--model, and where and how it runs."""
     parser.add_argument(
         "--model",
         default="demo",
         metavar="FOLDER",
         help="a Hugging Face checkpoint; default: the demo's, downloaded on first use",
     )
+    add_device(parser)
+
+
+def add_device(parser: Any) -> None:
+    """--device, --dtype and --backend."""
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N; default %(default)s")
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="default %(default)s"
+    )
+    parser.add_argument(
+        "--backend", choices=("reference", "triton"), help="kernels; default: triton on a GPU, reference on a CPU"
     )
 
 
@@ -117,26 +126,27 @@ def engine(
     from cacheflow.costs.measured import Measured
     from cacheflow.engine import Engine
     from cacheflow.stores import Link, Store, open_store
-    from models.decoder import Decoder
 
     gbps, latency, costs_file = (getattr(args, name, None) for name in ("gbps", "latency", "costs"))
-    model = Decoder.from_folder(folder, getattr(torch, args.dtype))
     store: Store = open_store(args.store)
     if link or gbps or latency:
         store = Link(store, gbps=gbps or math.inf, latency=(latency or 0.0) / 1e3)
     with (
         closing(store),
         Engine(
-            model,
+            folder,
             store,
             policy=policy,
+            device=args.device,
+            dtype=getattr(torch, args.dtype),
+            backend=args.backend,
             chunk_tokens=getattr(args, "chunk", 128),
             page_size=PAGE,
             cache_tokens=cache_tokens,
         ) as made,
     ):
         if costs_file is not None:
-            shape = ModelShape.of(model.config, model.dtype.itemsize)
+            shape = ModelShape.of(made.model.config, made.model.dtype.itemsize)
             made.costs = Measured.load(costs_file, shape, **link_of(store, made.layout))
         yield made
 

@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
                 engine.save(prefix)
             trials.balance(engine, prompts, args.gbps)
             outcomes = trials.run(engine, prompts, names, args.rounds, progress=step)
-            gbps, backend = engine.known_costs.bandwidth * 8 / 1e9, engine.model.ops.__name__
+            gbps, backend = engine.known_costs.bandwidth * 8 / 1e9, engine.model.ops.NAME
     if args.json:
         common.print_json(
             {"gbps": gbps, "backend": backend, "tokens": lengths, "rows": [_row(outcome) for outcome in outcomes]}
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     print(
         f"{args.batch} prompts at once, prefixes of {', '.join(map(str, lengths))} tokens, suffix {args.suffix}; "
-        f"link {gbps:.3f} Gbps, backend {backend}, medians of {args.rounds} rounds\n"
+        f"link {gbps:.3f} Gbps, {args.dtype} on {args.device}, kernels {backend}, medians of {args.rounds} rounds\n"
     )
     _print(outcomes)
     return 0

@@ -43,6 +43,7 @@ def add_parser(commands: Any) -> None:
         "--document", type=Path, metavar="FILE", help="a text file; default: this package's LICENSE, 2000 tokens of it"
     )
     parser.add_argument("--question", help="what is asked about the document; default: one about its terms")
+    common.add_device(parser)
     parser.add_argument("--gbps", type=common.positive, help="of the link, decimal Gbit/s; default: balance")
     parser.add_argument(
         "--rounds",
@@ -62,6 +63,9 @@ def run(args: argparse.Namespace) -> int:
             args.out,
             document=args.document,
             question=args.question or demo.QUESTION,
+            device=args.device,
+            dtype=args.dtype,
+            backend=args.backend,
             gbps=args.gbps,
             rounds=args.rounds,
             progress=step,
@@ -80,8 +84,8 @@ def _print(report: Report, out: Path) -> None:
     print(
         f"{report.model}; {report.document}, {report.document_tokens} tokens ({report.kv_bytes / 2**20:.0f} MiB of KV) "
         f"in chunks of {report.chunk_tokens}, prompt {report.prompt_tokens} tokens\n"
-        f"link {report.gbps:.3f} Gbps, backend {report.backend}, torch {report.torch}, {report.threads} threads, "
-        f"medians of {report.rounds} rounds\n"
+        f"link {report.gbps:.3f} Gbps, {report.dtype} on {report.device}, kernels {report.backend}, "
+        f"torch {report.torch}, {report.threads} threads, medians of {report.rounds} rounds\n"
     )
     headers = [
         "policy", "TTFT\ns", "speed-\nup", "over\nbound", "over\nsimulated", "busy\ncompute", "busy\nload",

@@ -45,13 +45,16 @@ def run(args: argparse.Namespace) -> int:
     from cacheflow.costs.measure import measure
 
     with common.steps() as step, common.engine(args, common.model_folder(args.model, step)) as engine:
+        backend = engine.model.ops.NAME
         costs = measure(engine.model, engine.store, engine.layout, max_tokens=args.tokens, progress=step)
     if args.out is not None:
         costs.save(args.out)
     m = costs.measurements
     if args.json:
-        common.print_json({**asdict(m), "bandwidth": costs.bandwidth, "copy_bandwidth": costs.copy_bandwidth})
+        speeds = {"bandwidth": costs.bandwidth, "copy_bandwidth": costs.copy_bandwidth}
+        common.print_json({"device": args.device, "backend": backend, **asdict(m), **speeds})
     else:
+        print(f"one layer in {args.dtype} on {args.device}, kernels {backend}; attention left out\n")
         _print(m)
         print(
             f"\nhead {m.head * 1e3:.2f} ms a token; fixed {m.compute_fixed * 1e6:.0f} us per compute op; "
@@ -65,7 +68,6 @@ def _print(m: Measurements) -> None:
         [n, f"{project * 1e3:.3f}", f"{advance * 1e3:.3f}", f"{(project + advance) / n * 1e6:.1f}"]
         for n, project, advance in zip(m.tokens, m.project, m.advance, strict=True)
     ]
-    print("one layer, attention left out\n")
     print(common.table(rows, ["tokens", "project\nms", "advance\nms", "both, per token\nus"], right=range(4)))
     print("\nattention of one layer, ns per (query, key) pair\n")
     grid = [[n, *(f"{pair * 1e9:.1f}" for pair in row)] for n, row in zip(m.queries, m.pair, strict=True)]

@@ -58,13 +58,16 @@ def run(args: argparse.Namespace) -> int:
             step("restoring")
             [generated] = engine.generate([prompt], args.answer_tokens)
             assert engine.costs is not None
-            restored = generated.restored
+            restored, backend = generated.restored, engine.model.ops.NAME
             summary = restored.timeline.summary([restored.request], engine.costs)
     if args.trace is not None:
         perfetto.write(restored.timeline, args.trace, requests=[restored.request])
     cells = {source: amount.cells for source, amount in summary.prefix.items()}
     report = {
         "policy": args.policy,
+        "device": args.device,
+        "dtype": args.dtype,
+        "backend": backend,
         "prompt_tokens": len(prompt),
         "prefix_tokens": restored.request.prefix,
         "ttft": restored.ttft,
@@ -82,7 +85,8 @@ def run(args: argparse.Namespace) -> int:
     print(" ".join(str(report["answer"]).split()))
     failed = ", ".join(f"{count} {reason}" for reason, count in restored.failures.items()) or "none"
     print(
-        f"\n{args.policy}: first token after {restored.ttft:.3f} s, look-up {restored.lookup_seconds * 1e3:.1f} ms\n"
+        f"\n{args.policy}: first token after {restored.ttft:.3f} s, look-up {restored.lookup_seconds * 1e3:.1f} ms; "
+        f"{args.dtype} on {args.device}, kernels {backend}\n"
         f"{len(prompt)} tokens, {restored.request.prefix} of them in the store: {cells['compute']} cells computed, "
         f"{cells['load']} loaded; compute busy {summary.busy['compute']:.0%}, load {summary.busy['fetch']:.0%}\n"
         f"failed loads: {failed}"

@@ -122,20 +122,23 @@ class _Bench:
         config = model.config
         count = -(-max_tokens // PAGE)
         shape = (BAND, count, PAGE, config.kv_heads, config.head_dim)
-        k, v = torch.randn(shape).to(model.dtype), torch.randn(shape).to(model.dtype)
+        k, v = self._random(*shape), self._random(*shape)
         # Every layer of the model gets one of BAND page tensors: enough to time on, without a whole pool.
         self.pages = [(k[i % BAND], v[i % BAND]) for i in range(config.num_layers)]
         self.ids = list(range(count))
-        self.hidden = torch.randn(max_tokens, config.hidden_size).to(model.dtype)
+        self.hidden = self._random(max_tokens, config.hidden_size)
         self._layer = 0
         self._attention: dict[tuple[int, int, int | None], float] = {}
+
+    def _random(self, *size: int) -> torch.Tensor:
+        return torch.randn(size, dtype=self.model.dtype, device=self.model.device)
 
     def _time(self, work: Callable[[], object]) -> float:
         """Undisturbed seconds: the fastest of some runs, since whatever else a machine does only ever adds."""
         work()
         seconds: list[float] = []
         while len(seconds) < REPEATS[0] or (len(seconds) < REPEATS[1] and sum(seconds) < SECONDS):
-            seconds.append(_timed(work))
+            seconds.append(_timed(work, self.model.device))
         return min(seconds)
 
     def _band(self, layers: int) -> range:
@@ -146,7 +149,7 @@ class _Bench:
         return range(start, start + layers)
 
     def _batch(self, start: int, stop: int, advance: int | None = None) -> RaggedBatch:
-        return RaggedBatch.build([Part(start, stop, self.ids, True, advance)], PAGE)
+        return RaggedBatch.build([Part(start, stop, self.ids, True, advance)], PAGE, self.model.device)
 
     def layer(self, n: int) -> float:
         batch, hidden = self._batch(0, n), self.hidden[:n]
@@ -171,7 +174,7 @@ class _Bench:
 
     def _time_attention(self, n: int, start: int, window: int | None) -> float:
         config = self.model.config
-        q = torch.randn(n, config.heads, config.head_dim).to(self.model.dtype)
+        q = self._random(n, config.heads, config.head_dim)
         batch = self._batch(start, start + n)
         k, v = self.pages[0]
         return self._time(lambda: self.model.ops.attention(q, k, v, batch=batch, scale=config.scale, window=window))
@@ -181,17 +184,22 @@ class _Bench:
 
     def fixed(self) -> float:
         """An op of one token less what its layer takes: embedding, hand-over."""
-        tokens = torch.zeros(1, dtype=torch.int64)
+        tokens = torch.zeros(1, dtype=torch.int64, device=self.model.device)
         return self._time(lambda: self.model.embed(tokens))
 
     def copy(self, layout: Layout) -> tuple[float, float]:
         """Fixed seconds and bytes/s of staging to pages."""
         shape = (layout.layers, 2, layout.kv_heads, layout.tokens, layout.parts[0].width)
-        staging = torch.zeros(shape, dtype=self.model.dtype)
-        slots = torch.arange(layout.tokens) % (len(self.ids) * PAGE)  # an object may be longer than any sequence
+        on_gpu = self.model.device.type == "cuda"
+        host = torch.zeros(shape, dtype=self.model.dtype, pin_memory=on_gpu)
+        staging = host.to(self.model.device)
+        # An object may be longer than any sequence.
+        slots = (torch.arange(layout.tokens) % (len(self.ids) * PAGE)).to(self.model.device)
         pages = [k for k, _ in self.pages]
 
         def run() -> None:
+            if on_gpu:
+                staging.copy_(host, non_blocking=True)
             self.model.ops.pages_from_staging(staging[:, 0], pages, slots)
             self.model.ops.pages_from_staging(staging[:, 1], pages, slots)
 
@@ -207,7 +215,14 @@ def _up_to(most: int, grid: tuple[int, ...]) -> tuple[int, ...]:
     return (*(n for n in grid if n < most), most)
 
 
-def _timed(work: Callable[[], object]) -> float:
+def _timed(work: Callable[[], object], device: torch.device) -> float:
+    if device.type == "cuda":
+        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        first.record()
+        work()
+        last.record()
+        last.synchronize()
+        return first.elapsed_time(last) / 1e3
     start = time.perf_counter()
     work()
     return time.perf_counter() - start

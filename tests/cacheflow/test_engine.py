@@ -465,7 +465,7 @@ def test_a_second_restore_allocates_no_pages_staging_or_threads(make_engine):
 
     def owned() -> list[object]:
         executor, hidden = engine._executor, engine._sessions.hidden
-        buffers = sorted(buffer.data_ptr() for buffer in executor._buffers)
+        buffers = sorted(buffer.host.data_ptr() for buffer in executor._buffers)
         pools = [engine.pages.k.data_ptr(), engine.pages.v.data_ptr(), hidden.states.data_ptr()]
         threads = sorted(thread.ident for thread in threading.enumerate() if thread.name.startswith("cacheflow"))
         return [executor, buffers, pools, threads]

@@ -114,8 +114,9 @@ def test_tokens_to_come_count_too(make_engine):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (dict(device="cuda"), "device 'cuda' is not supported yet; use 'cpu'"),
-        (dict(device="nonsense"), "device 'nonsense' is not supported yet; use 'cpu'"),
+        (dict(device="cuda"), "device 'cuda' is not the Decoder's, 'cpu'; leave it out"),
+        (dict(dtype=torch.float16), "dtype torch.float16 is not the Decoder's, torch.float32; leave it out"),
+        (dict(backend="triton"), "backend 'triton' is not the Decoder's, 'reference'; leave it out"),
         (dict(policy="fastest"), "policy 'fastest' is unknown; choose one of recompute, load"),
         (dict(chunk_tokens=10), "chunk_tokens 10 must be a whole number of pages of 4 tokens"),
         (dict(chunk_tokens=0), "chunk_tokens 0 must be"),
