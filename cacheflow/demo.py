@@ -141,7 +141,7 @@ def run(
             )
             texts = {outcome.policy: tokenizer.decode(list(outcome.trials[-1].tokens[0])) for outcome in outcomes}
             rows = tuple(_row(outcome, outcomes, cold.logits, texts[outcome.policy]) for outcome in outcomes)
-            _pictures(out, outcomes)
+            pictures(out, outcomes)
             by_name = {outcome.policy: outcome for outcome in outcomes}
             kv_bytes = len(prefix) * engine.model.config.kv_bytes_per_token(engine.model.dtype)
             report = Report(
@@ -235,7 +235,8 @@ def _error(trial: trials.Trial, cold: torch.Tensor) -> float:
     return trials.relative_error(restored.logits, cold)
 
 
-def _pictures(out: Path, outcomes: list[trials.Outcome]) -> None:
+def pictures(out: Path, outcomes: list[trials.Outcome]) -> None:
+    """Two pictures and a Perfetto trace of every policy's typical round, of one prompt."""
     for trial in (outcome.typical for outcome in outcomes):
         [restored] = trial.batch
         request, timeline = restored.request, restored.timeline

@@ -55,14 +55,16 @@ class Report:
     problems: tuple[str, ...]
 
 
-def find_cases(target: str, kernel: str = "", case: str = "") -> Iterator[tuple[str, Case]]:
+def find_cases(target: str, kernel: str = "", names: Sequence[str] = ("",)) -> Iterator[tuple[str, Case]]:
     """(module name within this package, case) of all kernels, of those modules whose name begins with `kernel`, and of
-    those cases whose name contains `case`."""
+    those cases whose name contains one of `names`."""
     for found in pkgutil.walk_packages(kernels.__path__, "kernels."):
         name = found.name.removeprefix("kernels.")
         if name.startswith(kernel):
             cases = getattr(importlib.import_module(found.name), "aot_cases", None)
-            yield from ((name, one) for one in (cases(target) if cases else ()) if case in one.name)
+            for case in cases(target) if cases else ():
+                if any(text in case.name for text in names):
+                    yield name, case
 
 
 def compile_launch(launch: Launch, target: str) -> Any:
@@ -154,23 +156,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m kernels.aot", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--target", action="append", metavar="GPU", help=f"default: {', '.join(TARGETS)}; repeatable")
     parser.add_argument("--kernel", default="", metavar="MODULE", help="only modules whose name begins with this")
-    parser.add_argument("--case", default="", metavar="TEXT", help="only shapes whose name contains this")
+    parser.add_argument("--case", action="append", metavar="TEXT", help="only shapes whose name has this; repeatable")
     parser.add_argument("--json", action="store_true", help="everything that is known, as JSON")
     arguments = parser.parse_args(argv)
     if triton.knobs.runtime.interpret:
         parser.error("TRITON_INTERPRET is set, so nothing would be compiled; unset it")
-    rows = []
+    rows, names = [], arguments.case or [""]
     for target in arguments.target or TARGETS:
-        for module, case in find_cases(target, arguments.kernel, arguments.case):
+        for module, case in find_cases(target, arguments.kernel, names):
             rows.append(report(module, case, target))
             print(f"{target} {module}: {case.name}", file=sys.stderr, flush=True)
     if not rows:
-        parser.error(f"no module {arguments.kernel!r}* has a case with {arguments.case!r} in its name")
+        parser.error(f"no module {arguments.kernel!r}* has a case with {' or '.join(map(repr, names))} in its name")
     if arguments.json:
         versions = {"triton": triton.__version__, "torch": torch.__version__}
         print(json.dumps({**versions, "kernels": [asdict(row) for row in rows]}, indent=1))
     else:
-        print(f"Triton {triton.__version__}\n{_table(rows)}")
+        print(f"Triton {triton.__version__}\n\n{_table(rows)}")
     return int(any(row.problems for row in rows))
 
 

@@ -29,7 +29,6 @@ from kernels.variants import Variant, with_window
 
 MAX_HEAD_DIM = 256
 
-
 _MERGE_ROWS = 8
 _HAVE_E4M3 = ("cuda:89", "cuda:90", "cuda:100", "interpreter")
 

@@ -12,11 +12,12 @@ from kernels.attention import example_launches
 from kernels.attention_tiles import choose_tiles
 from kernels.launch import Case, Shape
 from kernels.staged import QUANTISED
-from kernels.variants import Variant, example, names
+from kernels.variants import Variant, example, make, names, with_window
 
 
 def aot_cases(target: str) -> Iterator[Case]:
-    """Every head size, GQA and MQA in bf16, the other dtypes, page sizes, every variant, staging in every dtype."""
+    """Every head size, GQA and MQA in bf16, the other dtypes, page sizes, every variant, those that models combine, and
+    staging in every dtype."""
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     shapes = {
         "llama-3.1-8b": Shape.example(bf16, 4096, heads=32, kv_heads=8, head_dim=128),
@@ -30,13 +31,21 @@ def aot_cases(target: str) -> Iterator[Case]:
     causal = Variant("causal")
     for name, shape in shapes.items():
         yield from _cases(name, shape, target, causal)
+    for name in ("llama-3.1-8b", "head 256"):
+        kv_heads, head_dim = shapes[name].k_pages.shape[2:]
+        pages = torch.empty(4096, 16, kv_heads, head_dim, dtype=bf16, device="meta")
+        yield from _cases(f"{name}, page 16", replace(shapes[name], k_pages=pages, v_pages=pages), target, causal)
     llama = shapes["llama-3.1-8b"]
-    pages = torch.empty(4096, 16, 8, 128, dtype=bf16, device="meta")
-    yield from _cases("llama-3.1-8b, page 16", replace(llama, k_pages=pages, v_pages=pages), target, causal)
     for name in names():
         yield from _cases(f"llama-3.1-8b, {name}", llama, target, example(name, llama.heads))
-    for dtype in (bf16, *QUANTISED):
-        yield from _cases(f"llama-3.1-8b, staged {dtype}".replace("torch.", ""), llama, target, causal, dtype)
+    gemma = Shape.example(bf16, 3584, heads=16, kv_heads=8, head_dim=256)
+    yield from _cases("gemma-2-9b", gemma, target, with_window(make("soft_cap", cap=50.0), 4096))
+    gpt_oss = Shape.example(bf16, 2880, heads=64, kv_heads=8, head_dim=64)
+    yield from _cases("gpt-oss-20b", gpt_oss, target, with_window(example("attention_sinks", gpt_oss.heads), 128))
+    for name in ("llama-3.1-8b", "qwen2-0.5b", "head 256", "llama-3.1-8b fp16"):
+        for dtype in (shapes[name].dtype, *QUANTISED):
+            staged = f"{name}, staged {dtype}".replace("torch.", "")
+            yield from _cases(staged, shapes[name], target, causal, dtype)
 
 
 def _cases(name: str, shape: Shape, target: str, variant: Variant, staged: torch.dtype | None = None) -> Iterator[Case]:

@@ -88,8 +88,8 @@ def rows_at(start, place, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def decoded(values, dtype: tl.constexpr):
-    """Staged values as numbers of `dtype`, exactly: the scale is applied to scores and weights. uint8 holds the bits of
-    e4m3, for GPUs without that type: shifted into a float16 they are off by its larger bias, a factor of 2**8."""
+    """Staged numbers in `dtype`, exactly; their scales are the business of `score` and `accumulate`. uint8 holds the
+    bits of e4m3, for GPUs without that type: shifted into a float16 they are off by its larger bias, 2**8."""
     if values.dtype == tl.uint8:
         bits = values.to(tl.uint16)
         values = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256.0
@@ -115,7 +115,10 @@ def accumulate(scores, v, v_scale, factor, peak, total, acc):
     shrink = tl.exp2(peak - new_peak)
     total = total * shrink + tl.sum(weights, 1)
     if v_scale is not None:
-        weights *= v_scale[None, :]
+        if v.dtype == tl.float16:  # which has no room below for a small weight times a small scale
+            v = (v * v_scale[:, None]).to(v.dtype)
+        else:
+            weights *= v_scale[None, :]
     acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
     return new_peak, total, acc
 
@@ -205,7 +208,7 @@ def attention_kernel(
     elif MASK is not None:
         full_end = 0
     low = begin // BLOCK_K
-    high = tl.maximum(tl.cdiv(end, BLOCK_K), low)
+    high = tl.where(begin < end, tl.cdiv(end, BLOCK_K), low)  # without keys not even the tile that has `begin`
     if SPLIT:
         share = tl.cdiv(high - low, splits)
         low = tl.minimum(low + tl.program_id(2) * share, high)
@@ -230,9 +233,10 @@ def attention_kernel(
     total = tl.zeros([BLOCK_Q], tl.float32)
     acc = tl.zeros([BLOCK_Q, V_BLOCK_WIDTH], tl.float32)
     if SINK is not None:
-        first_split = tl.program_id(2) == 0
-        peak = tl.where(first_split, SINK(q_head, sink_parameters).to(tl.float32) * LOG2_E, LOWEST)
-        total += tl.where(first_split, 1.0, 0.0)
+        sink = SINK(q_head, sink_parameters).to(tl.float32) * LOG2_E
+        sink = tl.where(tl.program_id(2) == 0, sink, float("-inf"))  # the merge adds splits up, so one of them has it
+        peak = tl.maximum(peak, sink)
+        total = tl.exp2(sink - peak)
 
     for index in tl.range(0, full_high - full_low - (staged_high - staged_low)):
         tile = full_low + index

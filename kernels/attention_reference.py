@@ -41,7 +41,7 @@ def attention(
     staged: chunks to read where they landed, in place of their pages, by part of `batch`; None = none.
     Returns out: [num_tokens, heads, v_head_dim], q's dtype, and, if return_lse, the natural log of the sum of
     exp(score): [num_tokens, heads] float32 (float64 for float64), else None. A row without keys: 0 and -inf.
-    Raises ValueError for a window below 1, or heads, dtypes or numbers of tokens that do not fit together.
+    Raises ValueError for a window below 1, or heads, widths, dtypes, pages or numbers of tokens that do not fit.
     """
     check_attention(q, k_pages, v_pages, batch=batch, scale=scale, staged=staged)
     variant = with_window(variant, window)
@@ -81,6 +81,13 @@ def check_attention(
     if not q.dtype == k_pages.dtype == v_pages.dtype:
         raise ValueError(
             f"q is {q.dtype}, K {k_pages.dtype} and V {v_pages.dtype}; attention needs one dtype, so convert the pages"
+        )
+    if q.shape[2] != k_pages.shape[3]:
+        raise ValueError(f"q has heads of {q.shape[2]} elements and K of {k_pages.shape[3]}; scores need the same")
+    if k_pages.shape[:3] != v_pages.shape[:3] or k_pages.shape[1] != batch.page_size:
+        raise ValueError(
+            f"pages are {list(k_pages.shape[:3])} for K and {list(v_pages.shape[:3])} for V where pages of the batch "
+            f"have {batch.page_size} tokens; page K and V alike, in the batch's pages"
         )
     if not scale > 0:
         raise ValueError(f"scale is {scale}; it must be positive")
@@ -176,7 +183,8 @@ def _attend(
     head = torch.arange(q.shape[0] * q.shape[1], device=q.device)
     sink = variant.sink.reference(head, variant.sink.parameters).to(lse.dtype).view(*q.shape[:2], 1)
     with_sink = torch.logaddexp(lse, sink)
-    return out * torch.exp(lse - with_sink).unsqueeze(-1), with_sink
+    share = torch.where(with_sink == float("-inf"), 0.0, torch.exp(lse - with_sink))
+    return out * share.unsqueeze(-1), with_sink
 
 
 def _attend_plain(

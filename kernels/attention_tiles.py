@@ -41,7 +41,7 @@ _TILES: dict[str, dict[int, tuple[Tile, Tile]]] = {
     "cuda:90": {
         128: (Tile(128, 64, 4, 3, descriptor=True), Tile(16, 64, 4, 3)),
         256: (Tile(128, 64, 8, 3, descriptor=True), Tile(16, 64, 4, 3)),
-        512: (Tile(128, 32, 8, 3, descriptor=True), Tile(16, 32, 4, 2)),
+        512: (Tile(128, 32, 8, 3, descriptor=True), Tile(16, 64, 8, 2)),
     },
     "cuda:100": {
         128: (Tile(128, 64, 4, 3, descriptor=True), Tile(16, 64, 4, 3)),
@@ -60,10 +60,18 @@ _TILES: dict[str, dict[int, tuple[Tile, Tile]]] = {
 _OTHER_TILES = {512: (Tile(64, 32, 4, 2), Tile(16, 32, 4, 2))}
 # Decoding 8-bit keys takes registers.
 _QUANTISED_TILES = {
-    "cuda:80": {256: (Tile(64, 64, 8, 2), Tile(16, 64, 4, 2)), 512: (Tile(16, 32, 4, 1), Tile(16, 32, 4, 1))},
-    "cuda:90": {256: (Tile(128, 64, 8, 3), Tile(16, 64, 4, 2)), 512: (Tile(16, 32, 4, 1), Tile(16, 32, 4, 1))},
-    "cuda:100": {256: (Tile(128, 64, 8, 3), Tile(16, 32, 4, 2)), 512: (Tile(16, 32, 4, 1), Tile(16, 32, 4, 1))},
-    "hip:gfx942": {256: (Tile(128, 64, 4, 2), Tile(16, 64, 4, 2)), 512: (Tile(16, 32, 4, 1), Tile(16, 32, 4, 1))},
+    "cuda:80": {
+        128: (Tile(64, 64, 8, 2), Tile(16, 64, 4, 2)),
+        256: (Tile(32, 64, 4, 2), Tile(16, 64, 4, 2)),
+        512: (Tile(16, 32, 4, 1), Tile(16, 32, 4, 1)),
+    },
+    "cuda:90": {256: (Tile(128, 64, 8, 3), Tile(16, 64, 4, 2)), 512: (Tile(64, 16, 8, 2), Tile(16, 32, 4, 1))},
+    "cuda:100": {
+        128: (Tile(128, 64, 8, 2), Tile(16, 32, 4, 2)),
+        256: (Tile(128, 64, 8, 3), Tile(16, 64, 8, 2)),
+        512: (Tile(64, 32, 8, 1), Tile(16, 32, 4, 1)),
+    },
+    "hip:gfx942": {256: (Tile(128, 64, 4, 2), Tile(16, 64, 4, 2)), 512: (Tile(64, 32, 4, 1), Tile(16, 32, 4, 1))},
 }
 # float32 does without tensor cores on NVIDIA: tf32 would be less exact than the reference.
 _FLOAT32_TILES = {512: (Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)), 1024: (Tile(32, 16, 8, 1), Tile(32, 16, 8, 1))}

@@ -62,9 +62,8 @@ def main() -> None:
         return
     print(f"executor overhead, {args.tokens} + {SUFFIX} tokens of {model.label}, median of {args.repeats} runs")
     facts = about("torch", "numpy")
-    print(
-        f"{facts['cpu']}, {torch.get_num_threads()} threads, {facts['versions']}, kernels {backend}, commit {facts['commit']}\n"
-    )
+    print(f"{facts['cpu']}, {torch.get_num_threads()} threads, {facts['versions']}")
+    print(f"kernels {backend}, commit {facts['commit']}\n")
     shown = [(p, f"{ttft:.3f}", ops, f"{ms:.2f}", f"{share:.2%}") for p, ttft, ops, ms, share in rows]
     print(common.table(shown, ["policy", "TTFT\ns", "ops", "overhead\nms", "of TTFT"], right=range(1, 5)))
 

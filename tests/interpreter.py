@@ -12,6 +12,7 @@ Only values change: masks, indexing and memory accesses stay as they were.
 from __future__ import annotations
 
 import importlib
+import os
 import pkgutil
 from collections.abc import Callable
 from typing import Any
@@ -23,12 +24,16 @@ import torch
 import kernels
 
 VARIABLE = "TRITON_INTERPRET"
+# A GPU for which kernels are compiled instead: "cuda". For `scripts/gpu_check.py`.
+DEVICE = os.environ.get("CACHEFLOW_TEST_DEVICE")
 
 
 def load_kernels() -> None:
     """Imports every kernel so that it will be interpreted: Triton decides that when a function is decorated. The
     variable does not stay set: whoever launches says so with the fixture `interpreted`, and processes that tests start
-    compile unless told otherwise."""
+    compile unless told otherwise. Nothing happens where the tests compile for a GPU."""
+    if DEVICE is not None:
+        return
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, "1")
         for module in pkgutil.walk_packages(kernels.__path__, "kernels."):
@@ -37,11 +42,14 @@ def load_kernels() -> None:
 
 
 def interpret(function: Callable[..., Any]) -> Any:
-    """`triton.jit` for a kernel or hook that a test defines."""
+    """`triton.jit` for a kernel or hook that a test defines: interpreted, unless the tests compile for a GPU."""
     import triton
+    import triton.language as tl
 
+    function.__globals__.setdefault("tl", tl)  # where the interpreter looks for the language
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(VARIABLE, "1")
+        if DEVICE is None:
+            patch.setenv(VARIABLE, "1")
         return triton.jit(function)
 
 

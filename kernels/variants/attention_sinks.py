@@ -19,7 +19,8 @@ def sink(head, parameters):
 
 
 def attention_sinks(logits: torch.Tensor) -> Variant:
-    """logits: [heads] floating, contiguous, on the device of the scores: of the heads that this attention has."""
+    """logits: [heads] floating, contiguous, on the device of the scores: of the heads that this attention has;
+    -inf = none in that head."""
     return Variant("attention_sinks", sink=Hook(sink_reference, sink, (logits,)))
 
 

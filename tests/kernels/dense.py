@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 
+import numpy as np
 import torch
 
 from kernels.batch import Part, RaggedBatch
@@ -39,11 +40,12 @@ def attend(
                 for j in range(position + 1)
                 if (window is None or position - j < window) and (visible is None or visible(head, position, j))
             ]
-            if not keys:
+            if not keys and sink is None:
                 continue
+            keys = torch.tensor(keys, dtype=torch.int64)
             scores = k[keys, head // group].double() @ q[i, head].double() * scale
             if score is not None:
-                scores = score(scores, head, position, torch.tensor(keys))
+                scores = score(scores, head, position, keys)
             extra = [] if sink is None else [torch.tensor([sink(head)], dtype=torch.float64)]
             lse[i, head] = torch.logsumexp(torch.cat([scores, *extra]), dim=0)
             weights = torch.softmax(torch.cat([scores, *extra]), dim=0)[: len(keys)]
@@ -62,6 +64,11 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     turned = torch.complex(x[..., :half].double(), x[..., half:].double())
     turned = turned * torch.complex(cos.double(), sin.double()).unsqueeze(1)
     return torch.cat([turned.real, turned.imag], dim=-1)
+
+
+def lazy(elements: int) -> torch.Tensor:
+    """float16 memory that the operating system provides where it is touched."""
+    return torch.from_numpy(np.empty(elements, dtype=np.int16)).view(torch.float16)
 
 
 def pool(

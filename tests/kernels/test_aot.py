@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -37,6 +38,34 @@ def test_recompute_on_every_target():
         loads = {opcode for opcode in loop["memory"] if opcode.startswith(("LDG", "buffer_load", "global_load"))}
         assert loads and loads <= set(wide)
         assert row["code"]["spilled"] == 0 and row["code"]["programs"] >= 1 and 0 < row["code"]["registers"] < 256
+
+
+def test_attention_on_every_target():
+    """Both forms, and the tile form with a source that is in staging, of Llama-3.1-8B in bf16 on pages of 64 tokens."""
+    cases = [
+        word for case in ("tile", "split", "staged bfloat16, tile") for word in ("--case", f"llama-3.1-8b, {case}")
+    ]
+    shown = json.loads(compiling("kernels.aot", "--kernel", "attention", *cases, "--json"))["kernels"]
+    assert len(shown) == 3 * len(aot.TARGETS)
+    split = {"cuda:80": "HMMA.", "cuda:90": "HMMA.", "cuda:100": "HMMA.", "hip:gfx942": "v_mfma_f32_"}
+    whole = {"cuda:80": "HMMA.", "cuda:90": "HGMMA.", "cuda:100": "UTCHMMA", "hip:gfx942": "v_mfma_f32_"}
+    for row in shown:
+        assert row["problems"] == []
+        kind = (split if row["case"].endswith("split") else whole)[row["target"]]
+        loops = [loop for loop in row["code"]["loops"] if loop["matrix"]]
+        # That of full tiles, that of tiles that need a mask, and that of what is in staging.
+        assert len(loops) == 2 + ("staged" in row["case"])
+        for loop in loops:
+            assert all(opcode.startswith(kind) for opcode in loop["matrix"])
+            # A key and its value are read in 16 bytes at a time or in bulk; page ids are all that is narrower.
+            wide = sum(
+                n for opcode, n in loop["memory"].items() if re.search(r"LDG.*\.128|UTMALDG|_load_dwordx4", opcode)
+            )
+            every = sum(n for opcode, n in loop["memory"].items() if re.match(r"LDG|UTMALDG|\w+_load_", opcode))
+            assert wide >= 2 and every - wide <= 2
+    hopper = {row["case"]: row["scores"] for row in shown if row["target"] == "cuda:90"}
+    assert hopper["llama-3.1-8b, tile"] <= 450
+    assert hopper["llama-3.1-8b, staged bfloat16, tile"] <= 1.1 * hopper["llama-3.1-8b, tile"]
 
 
 def test_what_is_compiled():
@@ -180,7 +209,7 @@ def test_exit_status_and_table(monkeypatch, capsys):
     monkeypatch.delenv(VARIABLE, raising=False)
     cases = [("k", SimpleNamespace(name="c"))]
     row = aot.Report(kernel="k", case="c", target="cuda:90", code=code(), scores=123.4, problems=())
-    monkeypatch.setattr(aot, "find_cases", lambda target, kernel, case: cases if kernel != "none" else [])
+    monkeypatch.setattr(aot, "find_cases", lambda target, kernel, names: cases if kernel != "none" else [])
     monkeypatch.setattr(aot, "report", lambda module, case, target: row)
     assert aot.main(["--target", "cuda:90"]) == 0
     shown = capsys.readouterr().out

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-import triton.language as tl  # noqa: F401
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import kernels.attention_reference
 import kernels.reference
 from kernels.batch import Part, RaggedBatch
-from kernels.variants import Variant
-from kernels.variants.base import Hook
-from tests.interpreter import interpret
+from kernels.variants import combine, make
+from tests.kernels.conftest import holes
 from tests.kernels.dense import Sequences
 from tests.tolerances import OP, relative_norm
 
@@ -31,25 +29,6 @@ def check(ops, sequences: Sequences, *parts: tuple[int, int, int], heads: int = 
     assert lse.dtype == (torch.float64 if q.dtype == torch.float64 else torch.float32)
     assert relative_norm(out, expected) <= OP[q.dtype]
     assert relative_norm(lse, expected_lse) <= OP[q.dtype]
-
-
-@interpret
-def holes_mask(head, query, key, parameters):
-    return (query % 2 == 0) & (key >= parameters[0])
-
-
-@interpret
-def holes_bounds(first, last, parameters):
-    return parameters[0], 0, 0, last + 1
-
-
-def holes() -> Variant:
-    """Queries at even positions see keys from 12 on; the others see none."""
-    return Variant(
-        "holes",
-        mask=Hook(lambda head, query, key, parameters: (query % 2 == 0) & (key >= parameters[0]), holes_mask, (12,)),
-        bounds=Hook(lambda first, last, parameters: (parameters[0], 0, 0, last + 1), holes_bounds, (12,)),
-    )
 
 
 @pytest.mark.parametrize("q_len", [1, 3, 4, 5])
@@ -139,12 +118,11 @@ def test_a_window_bounds_what_the_reference_computes(monkeypatch):
     assert all(queries <= tile and keys <= tile + 99 for queries, keys in sizes)
 
 
-@pytest.mark.parametrize("page_size", [1, 4])
-@pytest.mark.parametrize("garbage", [-1, 2**31 - 1])
-def test_ids_behind_the_row_are_never_followed(ops, page_size, garbage):
+@pytest.mark.parametrize("page_size", [1, 3, 4, 16])
+def test_ids_behind_the_row_are_never_followed(ops, page_size):
     sequences = Sequences.random([16, 40], page_size=page_size)
     expected = Sequences.random([16, 40], page_size=page_size)
-    sequences.pages[0] += [garbage] * 5
+    sequences.pages[0] += [2**31 - 1, -1] * 3
     for parts in (((0, 13, 16),), ((0, 13, 16), (1, 30, 40))):
         check(ops, sequences, *parts)
         check(ops, expected, *parts)
@@ -219,21 +197,29 @@ def check_any_batch(ops, data) -> None:
     check(ops, sequences, *parts, heads=kv_heads * group, window=window)
 
 
-def test_rows_without_keys_give_zero_and_keys_out_of_bounds_may_be_unfilled(ops):
+@pytest.mark.parametrize("sinks", [False, True])
+def test_rows_without_keys_give_zero_and_keys_out_of_bounds_may_be_unfilled(ops, sinks):
+    logits = torch.tensor([0.5, float("-inf"), 2.0, -3.0])  # a sink of no weight is none
+    variant = combine(holes(), make("attention_sinks", logits=logits) if sinks else None)
     sequences = Sequences.random([40])
-    for page in range(3):  # tokens 0..11 were never filled
-        sequences.k_pages[sequences.pages[0][page]] = float("nan")
-        sequences.v_pages[sequences.pages[0][page]] = float("nan")
+    unfilled = sequences.pages[0][:3]  # of tokens 0..11
+    sequences.k_pages[unfilled], sequences.v_pages[unfilled] = float("nan"), float("nan")
     batch = sequences.batch((0, 4, 40))
     q = sequences.queries(batch, 4)
     out, lse = ops.attention(
-        q, sequences.k_pages, sequences.v_pages, batch=batch, scale=0.25, variant=holes(), return_lse=True
+        q, sequences.k_pages, sequences.v_pages, batch=batch, scale=0.25, variant=variant, return_lse=True
     )
-    expected, _ = sequences.expected(q, (0, 4, 40), visible=lambda head, query, key: key >= 12 and query % 2 == 0)
+    expected, expected_lse = sequences.expected(
+        q,
+        (0, 4, 40),
+        visible=lambda head, query, key: key >= 12 and query % 2 == 0,
+        sink=(lambda head: logits[head].item()) if sinks else None,
+    )
     assert relative_norm(out, expected) <= OP[torch.float32]
     empty = torch.arange(4, 40) % 2 == 1
     empty[:8] = True
-    assert (out[empty] == 0).all() and (lse[empty] == float("-inf")).all() and torch.isfinite(lse[~empty]).all()
+    assert (out[empty] == 0).all()
+    torch.testing.assert_close(lse, expected_lse.float(), rtol=1e-5, atol=1e-5)
 
 
 def test_lse_is_returned_on_request_only(ops):
@@ -262,13 +248,16 @@ def test_consecutive_pages_are_read_without_a_copy():
         (dict(tokens=3), "q has 3 tokens and the batch 4"),
         (dict(dtype=torch.float16), "one dtype"),
         (dict(scale=0.0), "scale is 0.0; it must be positive"),
+        (dict(width=8), "q has heads of 8 elements and K of 16"),
+        (dict(page_size=8), r"pages are \[5, 4, 2\] for K .* pages of the batch have 8 tokens"),
     ],
     ids=lambda value: str(value) if isinstance(value, str) else "",
 )
 def test_misfits_are_refused(ops, change, message):
     sequences = Sequences.random([8])
-    batch = RaggedBatch.build([Part(4, 8, sequences.pages[0])], 4)
-    q = torch.zeros(change.get("tokens", 4), change.get("heads", 4), 16, dtype=change.get("dtype", torch.float32))
+    batch = RaggedBatch.build([Part(4, 8, sequences.pages[0])], change.get("page_size", 4))
+    size = change.get("tokens", 4), change.get("heads", 4), change.get("width", 16)
+    q = torch.zeros(size, dtype=change.get("dtype", torch.float32))
     with pytest.raises(ValueError, match=message):
         ops.attention(
             q,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -15,10 +17,11 @@ from kernels.attention_kernel import attention_kernel, decoded, part_of_tile
 from kernels.attention_tiles import Tile, choose_form, choose_tiles
 from kernels.batch import Part, RaggedBatch
 from kernels.launch import Launch
-from kernels.variants import with_window
+from kernels.staged import Staged
+from kernels.variants import combine, make, with_window
 from tests.interpreter import interpret
-from tests.kernels.conftest import count_launches
-from tests.kernels.dense import Sequences
+from tests.kernels.conftest import count_launches, holes
+from tests.kernels.dense import Sequences, lazy
 from tests.tolerances import KERNEL_MULTIPLE, OP, relative_norm
 
 TILE, SPLIT = Tile(64, 32, 1, 1), Tile(16, 16, 1, 1)
@@ -56,7 +59,7 @@ def test_forms(interpreted, force, guarded, form, window):
 
 
 @pytest.mark.parametrize("form", ["tile", "split"])
-@pytest.mark.parametrize("width", [64, 80, 128, 256])
+@pytest.mark.parametrize("width", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 def test_error_is_that_of_the_dtype(interpreted, force, form, width, dtype):
     force(*FORMS[form])
@@ -69,6 +72,30 @@ def test_error_is_that_of_the_dtype(interpreted, force, form, width, dtype):
     reference, reference_lse = attend(kernels.reference, sequences, q, batch)
     assert relative_norm(out, expected) <= KERNEL_MULTIPLE * relative_norm(reference, expected)
     assert relative_norm(lse, expected_lse) <= KERNEL_MULTIPLE * relative_norm(reference_lse, expected_lse)
+
+
+@pytest.mark.parametrize("form", ["tile", "more splits than tiles"])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_rows_and_splits_without_keys(interpreted, force, guarded, form, sinks):
+    force(*FORMS[form])
+    logits = torch.tensor([0.5, float("-inf"), 2.0])  # a sink of no weight is none
+    variant = combine(holes(), make("attention_sinks", logits=logits) if sinks else None)
+    parts = ((0, 3, 45), (1, 0, 9))  # the second ends before the first key that anybody sees
+    sequences = Sequences.random([45, 9], kv_heads=1)
+    unfilled = sequences.pages[0][:3]  # of tokens 0..11
+    sequences.k_pages[unfilled], sequences.v_pages[unfilled] = float("nan"), float("nan")
+    batch = sequences.batch(*parts)
+    batch.block_table[1] = 2**31 - 1
+    q = sequences.queries(batch, heads=3)
+    how = dict(visible=lambda head, query, key: key >= 12 and query % 2 == 0)
+    if sinks:
+        how |= dict(sink=lambda head: logits[head].item())
+    expected, expected_lse = sequences.expected(q, *parts, **how)
+    out, lse = attend(interpreted, sequences, q, batch, variant=variant)
+    assert relative_norm(out, expected) <= OP[torch.float32]
+    empty = expected_lse == float("-inf")
+    assert empty.any() and torch.equal(lse == float("-inf"), empty) and (out[empty] == 0).all()
+    assert relative_norm(lse[~empty], expected_lse[~empty]) <= OP[torch.float32]
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND", "joined"])
@@ -85,7 +112,7 @@ def test_full_tiles_through_descriptors(interpreted, force, monkeypatch, layout,
     assert ran[0].arguments["k_descriptor"] is not None and ran[0].arguments["v_descriptor"] is not None
 
 
-@pytest.mark.parametrize("change", [dict(guard=3), dict(page_size=8), dict(page_size=24)], ids=str)
+@pytest.mark.parametrize("change", [dict(guard=3), dict(v_width=18), dict(page_size=8), dict(page_size=24)], ids=str)
 def test_no_descriptor_where_a_bulk_copy_cannot_go(interpreted, force, monkeypatch, change):
     force(Tile(32, 16, 1, 1, descriptor=True), 1)
     ran = count_launches(monkeypatch)
@@ -117,11 +144,21 @@ def test_few_rows_split_the_keys_and_many_do_not():
     assert form((8191, 8192), window=100) == (small, 1)
 
 
-@pytest.mark.parametrize("window,pages", [(None, range(18)), (20, range(16, 18))])
-def test_tiles_that_nobody_sees_are_not_visited(interpreted, monkeypatch, window, pages):
+@pytest.mark.parametrize(
+    "variant,part,pages",
+    [
+        (None, (280, 288), range(18)),
+        (with_window(None, 20), (280, 288), range(16, 18)),
+        (with_window(None, 8), (280, 281), range(17, 18)),
+        (holes(), (280, 288), range(18)),
+        (holes(), (4, 9), range(0)),  # it sees keys from 12 on, which are behind it
+    ],
+    ids=["causal", "window", "window within a page", "all", "none"],
+)
+def test_tiles_that_nobody_sees_are_not_visited(interpreted, monkeypatch, variant, part, pages):
     """A tile is a page here, and looks it up in the block table once for K and once for V."""
     sequences = Sequences.random([288], kv_heads=1, width=16, page_size=16)
-    batch = sequences.batch((0, 280, 288))
+    batch = sequences.batch((0, *part))
     looked_up, load = [], InterpreterBuilder.create_masked_load
 
     def recording(self, pointers, *rest, **options):
@@ -130,7 +167,7 @@ def test_tiles_that_nobody_sees_are_not_visited(interpreted, monkeypatch, window
         return load(self, pointers, *rest, **options)
 
     monkeypatch.setattr(InterpreterBuilder, "create_masked_load", recording)
-    attend(interpreted, sequences, sequences.queries(batch, heads=1), batch, window=window)
+    attend(interpreted, sequences, sequences.queries(batch, heads=1), batch, variant=variant)
     assert sorted(looked_up) == sorted([*pages, *pages])
 
 
@@ -157,6 +194,47 @@ def test_offsets_have_64_bits(interpreted):
     stride, out = torch.tensor([276480, 8192], dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
     Launch(kernel=_offsets, grid=(2,), arguments=dict(index=index, stride=stride, out=out)).run()
     assert out.tolist() == [2156544000, 2147491840]
+
+
+def test_pages_and_queries_beyond_32_bits(interpreted, force):
+    """Pages, staging slots and tokens of q lie so far apart that the last is behind element 2**31."""
+    exact = Sequences.random([48], dtype=torch.float16, page_size=16)
+    far, stride = [7801, 7799, 7800], 276480
+    pages = lazy((max(far) + 1) * stride).view(-1, 16, 270, 64)
+    k_pages, v_pages = pages[:, :, :2, :16], pages[:, :, 2:4, :16]
+    k_pages[far], v_pages[far] = exact.k_pages[exact.pages[0]], exact.v_pages[exact.pages[0]]
+    slots = lazy(3 * (2**30 + 512)).view(3, 2, 2, -1)[..., :256].view(3, 2, 2, 16, 16)  # [slots, K and V, heads, ...]
+    slots[2, 0], slots[2, 1] = (x[far[0]].transpose(0, 1) for x in (k_pages, v_pages))
+    staged = Staged.build(slots[:, 0], slots[:, 1], [(0, [2])])
+    q = lazy(8 * (2**31 // 7 + 1)).view(8, -1)[:, :64].view(8, 4, 16)
+    for start in (40, 4):  # full tiles, and those that need a mask
+        batch = RaggedBatch.build([Part(start, start + 8, far)], 16)
+        expected, _ = exact.expected(q.copy_(exact.queries(batch, heads=4)), (0, start, start + 8))
+        for tile, source in ((16, None), (32, None), (16, staged)):  # keys of a tile: one page or two
+            force(Tile(16, tile, 1, 1), 1)
+            out, _ = interpreted.attention(q, k_pages, v_pages, batch=batch, scale=0.25, staged=source)
+            assert relative_norm(out, expected) <= OP[torch.float16]
+
+
+def test_splits_beyond_32_bits(interpreted, force, monkeypatch):
+    """As if the batch had 2**25 tokens of 4 heads, of which the first 5 are computed."""
+    tokens, many, width = 5, 2**25, 16
+    force(SPLIT, 2)
+    ran, run = [], Launch.run
+    monkeypatch.setattr(Launch, "run", lambda launch: ran.append(launch))
+    sequences = Sequences.random([60])
+    batch = sequences.batch((0, 55, 60))
+    q = sequences.queries(batch, heads=4)
+    attend(interpreted, sequences, q, batch)
+    cut_out, cut_lse = lazy(many * 4 * width + 2**12), lazy(many * 4 + 2**12)
+    out, lse = torch.full((tokens + 1, 4, width), 77.0), torch.full((tokens + 1, 4), 77.0)
+    attention, merge = ran
+    run(replace(attention, arguments=attention.arguments | dict(out=cut_out, lse=cut_lse, num_tokens=many)))
+    whole = dict(partial=cut_out, partial_lse=cut_lse, out=out, lse=lse, rows=many * 4)
+    run(replace(merge, arguments=merge.arguments | whole))
+    expected, expected_lse = sequences.expected(q, (0, 55, 60))
+    assert relative_norm(out[:tokens], expected) <= OP[torch.float16]
+    assert relative_norm(lse[:tokens], expected_lse) <= OP[torch.float16]
 
 
 @interpret

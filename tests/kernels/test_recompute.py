@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
@@ -198,15 +197,10 @@ def test_large_hidden_states_and_weights_stay_within_float16(ops):
     assert max(errors(case, run(ops, case, "qkv"))) <= OP[torch.float16]
 
 
-def lazy(elements: int) -> torch.Tensor:
-    """float16 memory that the operating system provides where it is touched."""
-    return torch.from_numpy(np.empty(elements, dtype=np.int16)).view(torch.float16)
-
-
 def test_pages_beyond_32_bits(ops):
     case = make(dtype=torch.float16)
     stride, last = 276480, 7801
-    pages = lazy((last + 1) * stride).view(last + 1, PAGE, 270, 256)
+    pages = dense.lazy((last + 1) * stride).view(last + 1, PAGE, 270, 256)
     case.k_pages, case.v_pages = pages[:, :, :2, :24], pages[:, :, 2:4, :16]
     case.batch = RaggedBatch.build([Part(3, 10, [0, last, last - 1]), Part(0, 5, [1, 2], project=False)], PAGE)
     case.slots = case.batch.slots[:7]
@@ -216,7 +210,7 @@ def test_pages_beyond_32_bits(ops):
 def test_hidden_states_beyond_32_bits(ops):
     case = make(dtype=torch.float16)
     stride = 2**31 // 11 + 1
-    spread = lazy(11 * stride + 20).as_strided((12, 20), (stride, 1))
+    spread = dense.lazy(11 * stride + 20).as_strided((12, 20), (stride, 1))
     spread.copy_(case.hidden)
     case.hidden = spread
     assert max(errors(case, run(ops, case, "qkv"))) <= OP[torch.float16]

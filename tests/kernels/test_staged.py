@@ -11,7 +11,9 @@ import kernels.attention
 import kernels.reference
 from kernels.attention_tiles import Tile
 from kernels.batch import RaggedBatch
+from kernels.launch import Shape
 from kernels.staged import Staged
+from kernels.variants import Variant
 from tests.kernels.dense import Sequences
 from tests.tolerances import KERNEL_MULTIPLE, OP, relative_norm
 
@@ -36,31 +38,46 @@ class Landed:
         chunks: range = range(1, 4),
         stored: torch.dtype | None = None,
         dtype: torch.dtype = torch.float32,
+        chunk_tokens: int = CHUNK,
+        size: float = 1.0,
         **how,
     ) -> Landed:
+        """size: factor of the values."""
         sequences = Sequences.random([80, 9], dtype=dtype, **how)
+        for v in (*sequences.v, sequences.v_pages):
+            v *= size
         slots = torch.randperm(7, generator=torch.Generator().manual_seed(3))[: len(chunks)].tolist()
-        sequences.k[0], k, k_scale = cls.stage(sequences.k[0], chunks, slots, stored)
-        sequences.v[0], v, v_scale = cls.stage(sequences.v[0], chunks, slots, stored)
-        for token in range(chunks.start * CHUNK, chunks.stop * CHUNK):
+        sequences.k[0], k, k_scale = cls.stage(sequences.k[0], chunks, chunk_tokens, slots, stored)
+        sequences.v[0], v, v_scale = cls.stage(sequences.v[0], chunks, chunk_tokens, slots, stored)
+        for token in range(chunks.start * chunk_tokens, chunks.stop * chunk_tokens):
             page, offset = divmod(token, sequences.page_size)
             sequences.k_pages[sequences.pages[0][page], offset] = float("nan")
             sequences.v_pages[sequences.pages[0][page], offset] = float("nan")
         runs = [(chunks.start, slots) if index == 0 else (0, []) for index, _, _ in parts]
-        return cls(sequences, sequences.batch(*parts), Staged.build(k, v, runs, k_scale, v_scale))
+        batch = sequences.batch(*parts)
+        first, stop = (
+            -(-chunks.start * chunk_tokens // sequences.page_size),
+            chunks.stop * chunk_tokens // sequences.page_size,
+        )
+        for row, (index, _, _) in zip(batch.block_table, parts, strict=True):
+            if index == 0:
+                row[first:stop] = 2**31 - 1  # what is in staging needs no page
+        return cls(sequences, batch, Staged.build(k, v, runs, k_scale, v_scale))
 
     @staticmethod
     def stage(
-        dense: torch.Tensor, chunks: range, slots: list[int], stored: torch.dtype | None
+        dense: torch.Tensor, chunks: range, chunk_tokens: int, slots: list[int], stored: torch.dtype | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Tokens [t, heads, width] as they are once stored, in float64; and staging, with scales, as the store lays out
         K or V: a part of [slots, 2, heads, tokens, width]."""
         exact = dense.double()
         heads, width = dense.shape[1:]
-        both = torch.full((7, 2, heads, CHUNK, width), float("nan")).to(stored or dense.dtype)
-        values, scales = both[:, 1], None if stored is None else torch.full((7, heads, CHUNK), float("nan"))
+        both = torch.full((7, 2, heads, chunk_tokens, width), float("nan")).to(stored or dense.dtype)
+        both_scales = torch.full((7, heads, 2, chunk_tokens), float("nan"))  # strided otherwise than the values
+        values, scales = both[:, 1], None if stored is None else both_scales[:, :, 1]
         for chunk, slot in zip(chunks, slots, strict=True):
-            tokens = dense[chunk * CHUNK : (chunk + 1) * CHUNK]
+            place = slice(chunk * chunk_tokens, (chunk + 1) * chunk_tokens)
+            tokens = dense[place]
             if scales is None:
                 values[slot] = tokens.transpose(0, 1)
                 continue
@@ -70,7 +87,7 @@ class Landed:
             values[slot], scales[slot] = coded.transpose(0, 1), scale.T
             decoded = coded.double() * scale.unsqueeze(2)
             assert relative_norm(decoded, tokens) < (0.01 if stored == torch.int8 else 0.04)
-            exact[chunk * CHUNK : (chunk + 1) * CHUNK] = decoded
+            exact[place] = decoded
         return exact, values, scales
 
     def attend(self, ops, heads: int = 4, **how) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -115,6 +132,13 @@ def test_runs_and_pages(ops, chunks, page_size, layout):
     check(ops, SUFFIX, chunks=chunks, page_size=page_size, layout=layout)
 
 
+@pytest.mark.parametrize("stored", [None, torch.int8], ids=str)
+@pytest.mark.parametrize("window", [None, 40])
+def test_chunks_of_several_tiles(ops, window, stored):
+    parts = (SUFFIX, (0, 35, 50), (1, 0, 9))
+    check(ops, *parts, window=window, stored=stored, chunks=range(0, 2), chunk_tokens=32, page_size=16)
+
+
 @pytest.mark.parametrize("stored", [None, torch.int8, E4M3], ids=str)
 @pytest.mark.parametrize("width,v_width", [(24, 40), (80, 16)])
 def test_head_size(ops, width, v_width, stored):
@@ -134,12 +158,27 @@ def test_error_is_that_of_the_dtype(interpreted, monkeypatch, form, stored, dtyp
     assert relative_norm(lse, expected_lse) <= KERNEL_MULTIPLE * relative_norm(reference_lse, expected_lse)
 
 
+@pytest.mark.parametrize("stored", [torch.int8, E4M3], ids=str)
+def test_small_values_keep_their_digits_in_float16(ops, stored):
+    landed = Landed.make(SUFFIX, dtype=torch.float16, stored=stored, chunks=range(0, 4), size=2**-7)
+    q, out, _ = landed.attend(ops)
+    expected, _ = landed.sequences.expected(q, SUFFIX)
+    assert relative_norm(out, expected) <= OP[torch.float16] / 2
+
+
 def test_e4m3_is_the_same_on_a_gpu_without_it(interpreted, monkeypatch):
     landed = Landed.make(SUFFIX, stored=E4M3)
     _, native, _ = landed.attend(interpreted)
     monkeypatch.setattr(kernels.attention, "_HAVE_E4M3", ())
     _, bits, _ = landed.attend(interpreted)
     assert torch.equal(native, bits)
+
+
+@pytest.mark.parametrize("target,dtype", [("cuda:80", torch.uint8), ("cuda:90", E4M3), ("hip:gfx942", torch.uint8)])
+def test_gpus_without_e4m3_are_given_its_bits(interpreted, target, dtype):
+    shape = Shape.example(torch.bfloat16, 128, heads=2, kv_heads=2, head_dim=16)
+    launch, *_ = kernels.attention.example_launches(shape, target, Variant("causal"), (Tile(16, 16, 1, 1), 1), E4M3)
+    assert launch.arguments["k_staged"].dtype == launch.arguments["v_staged"].dtype == dtype
 
 
 def test_scales_travel_with_their_tokens(ops):

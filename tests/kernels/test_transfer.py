@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
 import kernels.reference
 from tests.kernels.conftest import count_launches
-from tests.kernels.dense import pool
+from tests.kernels.dense import lazy, pool
 
 LAYERS, KV_HEADS, TOKENS, PAGE, WIDTH = 3, 2, 10, 4, 24
 SLOTS = torch.tensor([29, 30, 31, 8, 9, 10, 11, 0, 1, 2])  # ends page 7, all of page 2, three of page 0
@@ -193,8 +192,7 @@ def test_scales_travel_with_what_they_scale(ops):
 @pytest.mark.parametrize("pages,layer_stride", [(7802, 0), (2, 2**30 + 16)], ids=["pages", "layers"])
 def test_beyond_32_bits(ops, pages, layer_stride):
     stride = 276480
-    # np.empty leaves all of this to the operating system until it is touched.
-    memory = torch.from_numpy(np.empty(2 * layer_stride + pages * stride, dtype=np.int16)).view(torch.float16)
+    memory = lazy(2 * layer_stride + pages * stride)
     layers = 3 if layer_stride else 1
     band = memory.as_strided((layers, pages, 16, 2, 64), (layer_stride or memory.numel(), stride, 64 * 270, 64, 1))
     staging, back = torch.randn(layers, 2, 16, 64).half(), torch.zeros(layers, 2, 16, 64).half()

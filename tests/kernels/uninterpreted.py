@@ -16,9 +16,10 @@ import kernels
 from kernels import aot, triton_ops
 from kernels.batch import Part, RaggedBatch
 from kernels.launch import Launch, Shape
+from kernels.variants import Variant, with_window
 
 TARGET = "cuda:90"
-PAGE, LAYERS, HIDDEN = 16, 3, 64
+PAGE, LAYERS, HIDDEN, WINDOW = 16, 3, 64, 600
 
 
 def kernels_without_case() -> list[str]:
@@ -77,11 +78,13 @@ def _flat(path: tuple[int, ...], known: Any) -> dict[tuple[int, ...], Any]:
 
 
 def unforeseen() -> tuple[int, list[str]]:
-    """How many specialisations warm-up compiles, and those that ops of many sizes meet besides."""
+    """How many specialisations warm-up compiles for a model with and without windows, and those that ops of many sizes
+    meet besides."""
     heads, kv_heads, width = 4, 2, 32
     base = torch.zeros(2, LAYERS, 64, PAGE, kv_heads, width, dtype=torch.bfloat16)
     shape = Shape(HIDDEN, 96, heads, base[0, 0], base[1, 0], qkv_bias=True, qk_norm=True)
-    foreseen = {launch.specialisation() for launch in triton_ops.launches(shape, TARGET)}
+    variants = Variant("causal"), with_window(None, WINDOW)
+    foreseen = {launch.specialisation() for launch in triton_ops.launches(shape, TARGET, variants)}
     met = {}
     Launch.run = lambda self: met.setdefault(self.specialisation(), self)
     for module in ("recompute", "attention"):
@@ -111,7 +114,8 @@ def unforeseen() -> tuple[int, list[str]]:
                     v_pages=base[1, 1],
                 )
             q = torch.zeros(selected.num_tokens, heads, width, dtype=torch.bfloat16)
-            triton_ops.attention(q, base[0, 2], base[1, 2], batch=selected, scale=0.1)
+            for window in (None, WINDOW):
+                triton_ops.attention(q, base[0, 2], base[1, 2], batch=selected, scale=0.1, window=window)
             triton_ops.rms_norm(hidden, one["h"], 1e-6)
             triton_ops.activation(torch.zeros(selected.num_tokens, 192, dtype=torch.bfloat16))
         for layers in (range(1), range(LAYERS)):

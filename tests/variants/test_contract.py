@@ -11,11 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
+import kernels.attention
+import kernels.reference
 from kernels.variants import Variant, combine, example, make, names, with_window
 from kernels.variants.base import Hook
 from kernels.variants.language import jit
-from tests.interpreter import VARIABLE
-from tests.variants.check import HEADS, check_variant
+from tests.interpreter import VARIABLE, interpret
+from tests.kernels.dense import Sequences
+from tests.tolerances import KERNEL_MULTIPLE, relative_norm
+from tests.variants.check import FORMS, HEADS, check_variant
 
 NAMES = names()
 
@@ -59,6 +63,28 @@ def test_variants_combine(ops):
     )
 
 
+@pytest.mark.parametrize("form", FORMS, ids=["tile", "split"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", sorted({*NAMES} - {"causal"}))  # whose errors are those of the forms
+def test_errors_are_at_most_twice_the_references(interpreted, monkeypatch, name, dtype, form):
+    monkeypatch.setattr(kernels.attention, "choose_form", lambda *arguments: form)
+    sequences = Sequences.random([60], kv_heads=1, width=64, page_size=16, dtype=dtype)
+    batch = sequences.batch((0, 50, 60))
+    q = sequences.queries(batch, heads=3)
+    how = dict(batch=batch, scale=0.125, variant=example(name, 3), return_lse=True)
+    exact = kernels.reference.attention(q.double(), sequences.k_pages.double(), sequences.v_pages.double(), **how)
+    ours, references = (
+        [
+            relative_norm(found, expected)
+            for found, expected in zip(
+                ops.attention(q, sequences.k_pages, sequences.v_pages, **how), exact, strict=True
+            )
+        ]
+        for ops in (interpreted, kernels.reference)
+    )
+    assert all(error <= KERNEL_MULTIPLE * theirs for error, theirs in zip(ours, references, strict=True))
+
+
 def test_two_of_a_kind_do_not_combine():
     with pytest.raises(ValueError, match="'sliding_window' and 'sliding_window' both bring a mask hook; write one var"):
         with_window(make("sliding_window", window=4), 9)
@@ -69,9 +95,34 @@ def test_bounds_need_a_mask():
         Variant("bare", bounds=Hook(lambda first, last, parameters: (0, 0, last, last), None))
 
 
-def test_a_mask_without_bounds_is_computed_for_every_key():
-    variant = Variant("everywhere", mask=Hook(lambda head, query, key, parameters: key >= 0, None))
+@interpret
+def everything_mask(head, query, key, parameters):
+    return key >= 0
+
+
+@interpret
+def everything_bounds(first, last, parameters):
+    return -100, -100, 1000000, 1000000
+
+
+def test_bounds_are_cut_to_the_keys_that_exist(ops):
+    bounds = Hook(lambda first, last, parameters: (-100, -100, 10**6, 10**6), everything_bounds)
+    mask = Hook(lambda head, query, key, parameters: key >= 0, everything_mask)
+    check_variant(ops, Variant("everything", mask=mask, bounds=bounds))
+
+
+@interpret
+def thirds_mask(head, query, key, parameters):
+    return ((key + head) % 3 != 0) | (key == query)
+
+
+def test_a_mask_without_bounds_is_computed_for_every_key_and_head(ops):
+    def visible(head, query, key, parameters=()):
+        return ((key + head) % 3 != 0) | (key == query)
+
+    variant = Variant("thirds", mask=Hook(visible, thirds_mask))
     assert variant.key_bounds(3, 9) == (0, 0, 0, 10)
+    check_variant(ops, variant, visible=visible)
 
 
 def test_references_need_no_triton():
@@ -94,8 +145,8 @@ for name in names():
 
 
 HOOKED = """
-import importlib, sys
-from dataclasses import replace
+import importlib, linecache, sys
+from pathlib import Path
 import torch
 from kernels.aot import compile_launch
 from kernels.attention import example_launches
@@ -103,12 +154,19 @@ from kernels.attention_tiles import Tile
 from kernels.launch import Shape
 from kernels.variants import Variant
 from kernels.variants.base import Hook
-sys.path.insert(0, sys.argv[1])
-import hooked
+folder, *texts = sys.argv[1:]
+sys.path.insert(0, folder)
 shape = Shape.example(torch.bfloat16, 128, heads=2, kv_heads=2, head_dim=16)
-variant = Variant("hooked", score=Hook(None, hooked.score, (2.0,)))
-launch = example_launches(shape, "cuda:80", variant, (Tile(16, 16, 1, 1), 1))[0]
-print(hash(compile_launch(launch, "cuda:80").asm["ptx"]))
+for text in texts:
+    Path(folder, "hooked.py").write_text(text)
+    sys.modules.pop("hooked", None)
+    importlib.invalidate_caches()
+    linecache.clearcache()
+    hooked = importlib.import_module("hooked")
+    variant = Variant("hooked", score=Hook(None, hooked.score, (2.0,)))
+    launch = example_launches(shape, "cuda:80", variant, (Tile(16, 16, 1, 1), 1))[0]
+    compiled = compile_launch(launch, "cuda:80")
+    print(hash(compiled.asm["ptx"]), len(list(Path(folder, "cache").rglob("*.cubin"))))
 """
 
 HOOK = """
@@ -126,15 +184,12 @@ def score(score, head, query, key, parameters):
 
 def test_an_edited_hook_is_compiled_anew(tmp_path):
     """In the hook itself or in what it calls; and an unedited one is served from the cache."""
-
-    def compiled(**edits: str) -> str:
-        (tmp_path / "hooked.py").write_text(HOOK.format(**({"inner": "", "outer": ""} | edits)))
-        fixed = dict(PYTHONDONTWRITEBYTECODE="1", PYTHONHASHSEED="0")
-        return run(HOOKED, str(tmp_path), TRITON_CACHE_DIR=str(tmp_path / "cache"), **fixed)
-
-    plain = compiled()
-    assert compiled() == plain and len(list((tmp_path / "cache").rglob("*.cubin"))) == 1
-    assert len({plain, compiled(outer=" + 1"), compiled(inner=" + 2")}) == 3
+    edits = [{}, {}, dict(outer=" + 1"), dict(inner=" + 2")]
+    texts = [HOOK.format(**(dict(inner="", outer="") | edit)) for edit in edits]
+    fixed = dict(PYTHONDONTWRITEBYTECODE="1", TRITON_CACHE_DIR=str(tmp_path / "cache"))
+    plain, again, outer, inner = (line.split() for line in run(HOOKED, str(tmp_path), *texts, **fixed).splitlines())
+    assert again == plain and plain[1] == "1"
+    assert len({plain[0], outer[0], inner[0]}) == 3 and inner[1] == "3"
 
 
 def test_a_hook_stays_a_function_without_triton(monkeypatch):

@@ -8,7 +8,7 @@ from kernels.variants.sliding_window import sliding_window
 from tests.variants.check import check_variant
 
 
-@pytest.mark.parametrize("window", [1, 2, 16, 17, 40, 53, 1000])
+@pytest.mark.parametrize("window", [1, 16, 17, 40, 1000])
 def test_sliding_window(ops, window):
     check_variant(ops, sliding_window(window), visible=lambda head, query, key: query - key < window)
 
