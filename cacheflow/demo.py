@@ -121,6 +121,7 @@ def run(
             backend=backend,
             chunk_tokens=CHUNK,
             page_size=PAGE,
+            learn=False,  # or what one policy taught would serve those behind it
         ) as engine:
             baseline = _Transformers(model.folder, prompt, engine.model)
             progress("measuring costs")

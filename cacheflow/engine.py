@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from cacheflow.costs.base import Costs
+from cacheflow.costs.learned import Learned, this_machine
 from cacheflow.costs.measure import measure
 from cacheflow.devices import open_device
 from cacheflow.executor import Executor
@@ -48,8 +49,10 @@ class Engine:
     chunk_tokens: tokens of a stored object, whole pages. page_size: tokens of a page. cache_tokens: KV that fits the
         page pool, all prompts together. token_budget: most tokens of one compute op. hidden_tokens: most tokens whose
         hidden states are kept between ops; None: as many as the page pool has.
-    costs: seconds of ops; None: measured by `warmup`. timeout: seconds that look-ups, and loads beyond what they should
-        take, may last before the store counts as failed. namespace: keeps stored KV of tenants apart.
+    costs: seconds of ops; None: measured by `warmup`. learn: whether to refine them by what ops take, and to plan with
+        that; None: unless costs are given that are not Learned, which are then taken at their word. timeout: seconds
+        that look-ups, and loads beyond what they should take, may last before the store counts as failed. namespace:
+        keeps stored KV of tenants apart.
     adapter: digest of the adapter that the model's weights include. streams: see Executor.
 
     Calls come from one thread at a time; `abort` may come from any.
@@ -70,6 +73,7 @@ class Engine:
         token_budget: int = 8192,
         hidden_tokens: int | None = None,
         costs: Costs | None = None,
+        learn: bool | None = None,
         timeout: float = 5.0,
         namespace: str = "",
         adapter: bytes | None = None,
@@ -86,6 +90,8 @@ class Engine:
         self.store = open_store(store) if isinstance(store, str) else store
         self.policy = policy
         self.costs = costs
+        self.learn = (costs is None or isinstance(costs, Learned)) if learn is None else learn
+        self._learned: Learned | None = None
         self.chunk_tokens = chunk_tokens
         self.page_size = page_size
         self.token_budget = token_budget
@@ -126,13 +132,14 @@ class Engine:
         if self._executor is not None:
             return
         self.model.warmup(*self.pages.layers[0])
-        costs = self.measure() if self.costs is None else self.costs
+        if self.costs is None:
+            self.measure()
         cell, layers = self._layout(1).layer_nbytes, self.model.config.num_layers
         self._executor = Executor(
             self.model,
             self._sessions,
             self.store,
-            costs,
+            self.known_costs,
             self._device,
             # Beyond the cells: an object may hold the prompt's last token, which its column leaves out; and each of
             # the at most `layers` chunks and a tail begins at a multiple of DIRECT.
@@ -144,7 +151,8 @@ class Engine:
             self._executor.call(partial(self._pass, [0], [Part(0, 1, [0])]))
 
     def measure(self) -> Costs:
-        """Measure the costs anew, of compute with nothing queued on it, and plan with them from now on."""
+        """Measure the costs anew, of compute with nothing queued on it, and plan with them, and what is learned over
+        them, from now on."""
         work = partial(measure, self.model, self.store, self.layout)
         if self._executor is None:
             self.costs = work()
@@ -154,10 +162,25 @@ class Engine:
 
     @property
     def known_costs(self) -> Costs:
-        """What the engine plans with. Raises RuntimeError before `warmup`, where they were not given."""
+        """Undisturbed costs. Raises RuntimeError before `warmup`, where they were not given."""
         if self.costs is None:
             raise RuntimeError("the engine has no costs yet; call warmup() first")
-        return self.costs
+        return self.costs.undisturbed if isinstance(self.costs, Learned) else self.costs
+
+    @property
+    def learned(self) -> Learned:
+        """The costs as what ran has refined them: what the engine plans with if it learns. Raises as `known_costs`."""
+        if isinstance(self.costs, Learned):
+            return self.costs
+        if self._learned is None or self._learned.undisturbed is not self.known_costs:
+            self._learned = Learned(self.known_costs, machine=self.machine)
+        return self._learned
+
+    @property
+    def machine(self) -> str:
+        """Whose costs are learned: the GPU's name, or the CPUs'."""
+        device = self.model.device
+        return torch.cuda.get_device_name(device) if device.type == "cuda" else this_machine()
 
     def save(self, tokens: Sequence[int]) -> Saved:
         """Make the KV of a text available to later prompts that begin with it: whole chunks, and a tail of whole pages.
@@ -194,9 +217,10 @@ class Engine:
         self.warmup()
         assert self._executor is not None
         self._executor.timeline = Timeline()
-        restoration = Restoration(self.make_policy(policy), self._executor, self._locator, self.pages, self._aborts)
+        chosen = self._planner(policy)
+        restoration = Restoration(chosen, self._executor, self._locator, self.pages, self._aborts)
         try:
-            with ranges.span("restore", restoration.loop.policy.name):  # what a profiler captures
+            with ranges.span("restore", chosen.name):  # what a profiler captures
                 for name, tokens in zip(names, accepted, strict=True):
                     restoration.add(self._locate(name, tokens, room, self._executor.timeline))
                 return restoration.run()
@@ -260,14 +284,27 @@ class Engine:
 
     # Restoring
 
-    def make_policy(self, name: str | None = None) -> Policy:
-        """A policy as this engine would run it; to simulate with, for one. After `warmup`, or with costs given."""
+    def make_policy(self, name: str | None = None, costs: Costs | None = None) -> Policy:
+        """A policy with this engine's limits; to simulate with, for one. After `warmup`, or with costs given.
+
+        costs: None: the undisturbed ones; `learned`: what the engine itself plans with.
+        """
         return find(name or self.policy)(
-            self.known_costs,
+            costs or self.known_costs,
             token_budget=self.token_budget,
             hidden_tokens=self.hidden_tokens,
             staging_cells=self.staging_cells,
         )
+
+    def _planner(self, name: str | None) -> Policy:
+        """A policy for what is about to run; what it takes is learned from."""
+        if not self.learn:
+            return self.make_policy(name, self.costs)
+        learned = self.learned
+        learned.refresh()  # a link's bandwidth may have been set
+        policy = self.make_policy(name, learned)
+        policy.observe = learned.observe
+        return policy
 
     @property
     def layout(self) -> Layout:

@@ -87,7 +87,8 @@ class Executor:
         self._buffers = list(self._staging)  # those that are free
         self._fetches: list[Fetch] = []
         self._hanging: list[Fetch] = []  # given up, and the store has not returned
-        self._copied: dict[str, Event] = {}
+        self._copies = 0
+        self._copied: dict[str, dict[int, tuple[int, Event]]] = {}  # by request and layer: the latest copy, numbered
         self._link_free = 0.0
         self._ended: queue.SimpleQueue[Callable[[], Completion | None]] = queue.SimpleQueue()
 
@@ -159,10 +160,12 @@ class Executor:
 
     def _submit_compute(self, op: Op) -> None:
         prepared = self.sessions.prepare(op)
-        for request in op.requests:
-            if request in self._copied:
-                # The op attends to cells that copies queued so far are still writing into pages.
-                self.compute.wait(self._copied[request])
+        copied = (self._copied.get(request, {}).get(layer) for request in op.requests for layer in op.layers)
+        latest = max(filter(None, copied), key=lambda copy: copy[0], default=None)
+        if latest is not None:
+            # The op attends to cells of its layers that copies queued so far are still writing into pages. These end in
+            # order: the latest is enough.
+            self.compute.wait(latest[1])
         self.compute.run(lambda: self._run(prepared), self._reporter(op))
 
     def _run(self, prepared: Prepared) -> None:
@@ -355,8 +358,10 @@ class Executor:
             lambda: self._copy(op, landings, fetch.buffer),
             self._reporter(op, lambda: self._buffers.append(fetch.buffer)),
         )
-        event = self.copy.record()
-        self._copied.update(dict.fromkeys(op.requests, event))
+        self._copies += 1
+        copy = self._copies, self.copy.record()
+        for request in op.requests:
+            self._copied.setdefault(request, {}).update(dict.fromkeys(op.layers, copy))
 
     def _copy(self, op: Op, landings: list[Landing], buffer: Staging) -> None:
         """Work of the copy stream."""

@@ -44,7 +44,7 @@ class Backend(Protocol):
 
     def submit(self, op: Op, landed: Completion | None = None) -> None:
         """Queue an op on its stream, without blocking. Compute runs behind every copy submitted so far for its
-        requests. landed: for a copy, the completion of its fetch."""
+        requests at its layers. landed: for a copy, the completion of its fetch."""
 
     def can_take(self, kind: str) -> bool:
         """Whether another op of the kind has what it needs (a staging buffer, say)."""
@@ -84,28 +84,32 @@ class Loop:
     def step(self) -> None:
         """Give every resource what it can take, wait for something to end, handle it."""
         self._retire()
-        if self.idle:
-            return
-        self._issue()
-        if not any(self._in_flight.values()) and any(not p.cancelled for p in self.policy.planes.values()):
-            stuck = ", ".join(self.policy.planes)
-            raise RuntimeError(f"policy {self.policy.name!r} has nothing in flight and nothing to do for {stuck}")
-        for completion in self.backend.wait():
-            self._handle(completion)
-        self._retire()
+        if not self.idle:
+            self.issue()
+            self.settle()
 
     def run(self) -> None:
         """Until every request is done."""
         while not self.idle:
             self.step()
 
-    def _issue(self) -> None:
+    def issue(self) -> None:
+        """Give every resource what it can take."""
         for resource, kind in (("compute", COMPUTE), (LINK, FETCH)):
             while self._in_flight[kind] < AHEAD and self.backend.can_take(kind):
                 op = self.policy.next(resource, self.backend.now())
                 if op is None:
                     break
                 self._submit(op)
+        if not any(self._in_flight.values()) and any(not p.cancelled for p in self.policy.planes.values()):
+            stuck = ", ".join(self.policy.planes)
+            raise RuntimeError(f"policy {self.policy.name!r} has nothing in flight and nothing to do for {stuck}")
+
+    def settle(self) -> None:
+        """Wait for something to end and handle it."""
+        for completion in self.backend.wait():
+            self._handle(completion)
+        self._retire()
 
     def _submit(self, op: Op, landed: Completion | None = None) -> None:
         self._in_flight[op.kind] += 1

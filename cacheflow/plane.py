@@ -74,6 +74,10 @@ class Plane:
         """Whether every cell of columns [first, last) at `layer` is filled."""
         return self._filled[layer].find(0, first, last) == -1
 
+    def filled_row(self, layer: int) -> bytearray:
+        """[columns]; 1 where the cell at `layer` is filled."""
+        return bytearray(self._filled[layer])
+
     def attended_filled(self, first: int, last: int, layer: int) -> bool:
         """Whether all that columns [first, last), as one part, attend to at `layer`, themselves left out, is filled."""
         return self.filled(self._first_attended(first, last, layer), first, layer)
@@ -143,6 +147,8 @@ class Plane:
         low, high = self.height[column], self.top(column)
         if high <= low:
             return None
+        if low + 1 < min(high, self.layers) and not self.attended_filled(column, column + 1, low):
+            return None  # whatever is joined to it
         tokens, end = self.request.width(column), column + 1
         last = self.columns if last is None else last
         while end < last and self._alike(column, end, low, high):

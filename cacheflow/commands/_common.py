@@ -116,7 +116,12 @@ def model_folder(name: str, step: Callable[[str], None]) -> Path:
 
 @contextmanager
 def engine(
-    args: Namespace, folder: Path, policy: str = "two-pointer", cache_tokens: int = 16384, link: bool = False
+    args: Namespace,
+    folder: Path,
+    policy: str = "two-pointer",
+    cache_tokens: int = 16384,
+    link: bool = False,
+    learn: bool | None = None,
 ) -> Iterator[Engine]:
     """An engine over the store that the arguments name, behind a link if they, or the caller, want one."""
     import torch
@@ -143,6 +148,7 @@ def engine(
             chunk_tokens=getattr(args, "chunk", 128),
             page_size=PAGE,
             cache_tokens=cache_tokens,
+            learn=learn,
         ) as made,
     ):
         if costs_file is not None:

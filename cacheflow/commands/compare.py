@@ -69,7 +69,8 @@ def run(args: argparse.Namespace) -> int:
         folder = common.model_folder(args.model, step)
         lengths = [args.tokens[i % len(args.tokens)] for i in range(args.batch)]
         room = sum(lengths) + args.batch * (args.suffix + common.PAGE)
-        with common.engine(args, folder, cache_tokens=room, link=True) as engine:
+        # What one policy taught would serve those behind it.
+        with common.engine(args, folder, cache_tokens=room, link=True, learn=False) as engine:
             step("measuring costs")
             engine.warmup()
             vocab = engine.model.config.vocab_size

@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import argparse
 from argparse import RawDescriptionHelpFormatter
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from cacheflow.commands import _common as common
 
 if TYPE_CHECKING:
+    from cacheflow.costs.learned import Accuracy, Learned
     from cacheflow.costs.measured import Measurements
+    from cacheflow.engine import Engine
+
+SUFFIX, SEED = 32, 0  # tokens behind the text that --learn restores, and of what they are drawn
 
 DESCRIPTION = """\
 Time a model's layers, attention, head, copies and a store's reads, with nothing beside them, and print seconds. What
 --out writes is read by the --costs of other commands. Run it on an idle machine: what else runs is measured too.
+
+--learn goes on to restore a text under every policy, to refine the costs by what ops take beside each other, and to
+print how far from the truth each kind of op was predicted before and after; --out keeps that too, beside the costs.
 """
 EXAMPLES = """\
 examples:
   cacheflow measure                                 the demo's model and a store in memory
   cacheflow measure --model ~/models/llama --store /var/kv --tokens 8K --out costs.json
+  cacheflow measure --learn 2 --out costs.json      costs.learned.json has what was learned
 """
 
 
@@ -37,22 +46,31 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--tokens", type=common.tokens, default="2K", help="longest sequence measured; default %(default)s"
     )
+    parser.add_argument("--learn", type=common.count, metavar="ROUNDS", help="restore so many times under every policy")
     parser.add_argument("--out", type=common.writable, metavar="COSTS.json", help="write the costs there")
     parser.add_argument("--json", action="store_true", help="print JSON, times in seconds, and nothing else")
 
 
 def run(args: argparse.Namespace) -> int:
+    from cacheflow.costs.learned import beside
     from cacheflow.costs.measure import measure
 
     with common.steps() as step, common.engine(args, common.model_folder(args.model, step)) as engine:
         backend = engine.model.ops.NAME
         costs = measure(engine.model, engine.store, engine.layout, max_tokens=args.tokens, progress=step)
+        learned = None
+        if args.learn is not None:
+            engine.costs = costs
+            learned = _learn(engine, args.tokens, args.learn, step)
     if args.out is not None:
         costs.save(args.out)
+        if learned is not None:
+            learned.save(beside(args.out))
     m = costs.measurements
     if args.json:
         speeds = {"bandwidth": costs.bandwidth, "copy_bandwidth": costs.copy_bandwidth}
-        common.print_json({"device": args.device, "backend": backend, **asdict(m), **speeds})
+        rows = {} if learned is None else {"learned": [asdict(row) for row in learned.accuracy()]}
+        common.print_json({"device": args.device, "backend": backend, **asdict(m), **speeds, **rows})
     else:
         print(f"one layer in {args.dtype} on {args.device}, kernels {backend}; attention left out\n")
         _print(m)
@@ -60,7 +78,38 @@ def run(args: argparse.Namespace) -> int:
             f"\nhead {m.head * 1e3:.2f} ms a token; fixed {m.compute_fixed * 1e6:.0f} us per compute op; "
             f"store {costs.bandwidth / 1e9:.2f} GB/s, copy to pages {costs.copy_bandwidth / 1e9:.2f} GB/s"
         )
+        if learned is not None:
+            _print_learned(learned.accuracy())
     return 0
+
+
+def _learn(engine: Engine, tokens: int, rounds: int, step: Callable[[str], object]) -> Learned:
+    """What an engine learns from restoring a text of so many tokens, suffix included."""
+    import numpy as np
+
+    from cacheflow.policies import available
+
+    most = min(engine.model.max_positions, engine.pages.num_pages * engine.page_size)
+    prompt = np.random.default_rng(SEED).integers(engine.model.config.vocab_size, size=min(tokens, most)).tolist()
+    step("learning: saving a text")
+    engine.save(prompt[: max(1, len(prompt) - SUFFIX)])
+    for number in range(1, rounds + 1):
+        for policy in available():
+            step(f"learning: round {number} of {rounds}, {policy}")
+            for restored in engine.restore([prompt], policy=policy):
+                engine.release(restored)
+    return engine.learned
+
+
+def _print_learned(rows: Sequence[Accuracy]) -> None:
+    print("\nlearned from what ran: |predicted / actual - 1|, each op predicted before it was learned from\n")
+    cells = [
+        [row.kind, row.ops, f"{row.factor:.2f}"]
+        + [f"{error:.1%}" for error in (row.undisturbed_median, row.undisturbed_p90, row.median, row.p90)]
+        for row in rows
+    ]
+    headers = ["op", "seen", "over\nundisturbed", "undisturbed:\nmedian", "\np90", "learned:\nmedian", "\np90"]
+    print(common.table(cells, headers, right=range(1, len(headers))))
 
 
 def _print(m: Measurements) -> None:

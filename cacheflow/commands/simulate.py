@@ -85,6 +85,17 @@ def add_parser(commands: Any) -> None:
     prompt.add_argument(
         "--batch", type=common.count, default="1", help="equal requests at once; times are their mean; default 1"
     )
+    add_parts(parser)
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", action="store_true", help="print JSON, times in seconds, and nothing else")
+    one = "of one policy, link speed and length: "
+    output.add_argument("--trace", type=common.writable, metavar="OUT.json", help=one + "what ran when, for Perfetto")
+    output.add_argument("--lanes", type=common.writable, metavar="OUT.png", help=one + "the same as a picture")
+    output.add_argument("--plane", type=common.writable, metavar="OUT.png", help=one + "which cell came from where")
+
+
+def add_parts(parser: argparse.ArgumentParser) -> None:
+    """--model, --device and a device's numbers, for `shape` and `gpu`."""
     parts = parser.add_argument_group("model and device")
     parts.add_argument(
         "--model",
@@ -101,18 +112,12 @@ def add_parser(commands: Any) -> None:
     parts.add_argument("--attention", type=common.positive, help="reached in prefill attention, FLOP/s, e.g. 131e12")
     parts.add_argument("--memory", type=common.positive, help="device memory, bytes/s, e.g. 2.7e12")
     parts.add_argument("--host", type=common.positive, help="pinned host memory to device, bytes/s, e.g. 45e9")
-    output = parser.add_argument_group("output")
-    output.add_argument("--json", action="store_true", help="print JSON, times in seconds, and nothing else")
-    one = "of one policy, link speed and length: "
-    output.add_argument("--trace", type=common.writable, metavar="OUT.json", help=one + "what ran when, for Perfetto")
-    output.add_argument("--lanes", type=common.writable, metavar="OUT.png", help=one + "the same as a picture")
-    output.add_argument("--plane", type=common.writable, metavar="OUT.png", help=one + "which cell came from where")
 
 
 def run(args: argparse.Namespace) -> int:
     from cacheflow import policies
 
-    shape, gpu = _shape(args.model), _device(args)
+    model, machine = shape(args.model), gpu(args)
     chosen = {name: policies.find(name) for name in args.policy or policies.available()}
     single = len(args.gbps) == len(args.tokens) == len(chosen) == 1
     if (args.trace or args.lanes or args.plane) and not single:
@@ -123,10 +128,10 @@ def run(args: argparse.Namespace) -> int:
     cells = []
     grid = [(gbps, tokens) for gbps in args.gbps for tokens in args.tokens]
     for gbps, tokens in common.progress(grid, "simulating", unit="cell"):
-        costs = Roofline(shape, gpu, bandwidth=gbps * GBPS)
+        costs = Roofline(model, machine, bandwidth=gbps * GBPS)
         cells.append(_simulate(args, gbps, tokens, chosen, costs))
     report = _report if args.json else _table
-    report(args, gpu, cells)
+    report(args, machine, cells)
     for path in filter(None, (args.trace, args.lanes, args.plane)):
         how = "; open it in ui.perfetto.dev" if path == args.trace else ""
         print(f"wrote {path}{how}", file=sys.stderr)
@@ -176,7 +181,8 @@ def _draw(args: argparse.Namespace, title: str, simulation: Simulation, requests
             plots.plane(requests[0], simulation.timeline, args.plane, title=title)
 
 
-def _shape(model: str) -> ModelShape:
+def shape(model: str) -> ModelShape:
+    """Of a preset's name, a checkpoint's folder or its config.json. Raises ValueError for anything else."""
     from cacheflow.costs.base import ModelShape
     from models.config import ModelConfig
 
@@ -191,7 +197,8 @@ def _shape(model: str) -> ModelShape:
     return ModelShape.of(config, 4 if config.dtype == "float32" else 2)
 
 
-def _device(args: argparse.Namespace) -> Device:
+def gpu(args: argparse.Namespace) -> Device:
+    """The device that the arguments name. Raises ValueError for one that is neither known nor complete."""
     names = ("gemm", "attention", "memory", "host")
     numbers = {name: value for name in names if (value := getattr(args, name)) is not None}
     name = next((known for known in DEVICES if known.casefold() == args.device.casefold()), args.device)
@@ -201,11 +208,11 @@ def _device(args: argparse.Namespace) -> Device:
     return device(name, **numbers)
 
 
-def _report(args: argparse.Namespace, gpu: Device, cells: Iterable[Cell]) -> None:
+def _report(args: argparse.Namespace, machine: Device, cells: Iterable[Cell]) -> None:
     common.print_json(
         {
             "model": args.model,
-            "device": gpu.name,
+            "device": machine.name,
             "suffix": args.suffix,
             "chunk": args.chunk,
             "batch": args.batch,
@@ -223,11 +230,11 @@ def _report(args: argparse.Namespace, gpu: Device, cells: Iterable[Cell]) -> Non
     )
 
 
-def _table(args: argparse.Namespace, gpu: Device, cells: list[Cell]) -> None:
+def _table(args: argparse.Namespace, machine: Device, cells: list[Cell]) -> None:
     what = "mean TTFT" if args.batch > 1 else "TTFT"
     each = f"{args.batch} requests at once, " if args.batch > 1 else ""
     print(
-        f"{args.model} on {gpu.name}, {each}chunk {args.chunk}, suffix {args.suffix} tokens. "
+        f"{args.model} on {machine.name}, {each}chunk {args.chunk}, suffix {args.suffix} tokens. "
         f"{what} in ms, simulated; * best\n"
     )
     names = list(cells[0].ttft)

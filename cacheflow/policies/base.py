@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import ClassVar
 
 from cacheflow.costs.base import Costs
-from cacheflow.op import COMPUTE, FETCH, Op
+from cacheflow.op import COMPUTE, COPY, FETCH, Op
 from cacheflow.plane import EMPTY, Plane
 
 LINK = "link"
@@ -22,7 +22,7 @@ class Policy(ABC):
     one (None: nothing now, ask again after the next completion); report every op with `finished` or `failed`. A
     finished fetch means that its copy is queued at once; the copy is reported too.
 
-    costs: seconds of ops, as estimates.
+    costs: seconds of ops, as estimates; they may change between two calls.
     token_budget: most tokens in one compute op.
     hidden_tokens: most tokens whose hidden states may be kept between ops, over all requests; None: no limit.
     staging_cells: most (token, layer) pairs in one fetch op, which is what one staging buffer holds; None: no limit.
@@ -45,6 +45,7 @@ class Policy(ABC):
         self.token_budget = token_budget
         self.hidden_tokens = hidden_tokens
         self.staging_cells = staging_cells
+        self.observe: Callable[[Op, float], object] = lambda op, seconds: None  # told of every op that ran whole
         self.planes: dict[str, Plane] = {}
         self._free = dict.fromkeys(KINDS, 0.0)
         self._queued: dict[str, list[tuple[Op, float]]] = {resource: [] for resource in KINDS}
@@ -87,7 +88,8 @@ class Policy(ABC):
                 plane.landed(op.layers, part)
             else:
                 plane.finished(op.kind, op.layers, part)
-        self._ended(op, seconds)
+        if self._ended(op, seconds) or op.kind == COPY:  # of a fetch that failed in part, the seconds are no measure
+            self.observe(op, seconds)
 
     def failed(self, op: Op, reason: str) -> None:
         """A fetch, or the part of it that is given, ended without data: recompute what it was for."""
@@ -95,14 +97,16 @@ class Policy(ABC):
             self.planes[part.request].failed(op.layers, part)
         self._ended(op, None)
 
-    def _ended(self, op: Op, seconds: float | None) -> None:
+    def _ended(self, op: Op, seconds: float | None) -> bool:
+        """Whether an op was in flight for it: not any more, where another part of it has failed."""
         for resource, kind in KINDS.items():
             if op.kind == kind:
                 for i, (queued, estimate) in enumerate(self._queued[resource]):
                     if _covers(queued, op):
                         del self._queued[resource][i]
                         self._free[resource] += 0.0 if seconds is None else seconds - estimate
-                        return
+                        return True
+        return False
 
     # What a policy decides
 
@@ -148,7 +152,8 @@ class Policy(ABC):
         """The loadable ones of `columns` at a layer, or the first of them that fit a staging buffer."""
         chosen: list[int] = []
         tokens = 0
-        for column in columns if EMPTY in plane.state[layer] else ():
+        empty = plane.state[layer].find(EMPTY, 0, plane.prefix_columns) >= 0
+        for column in columns if empty else ():
             if plane.loadable(column, layer):
                 tokens += plane.request.width(column)
                 if chosen and self.staging_cells is not None and tokens > self.staging_cells:

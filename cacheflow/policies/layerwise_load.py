@@ -24,6 +24,7 @@ class LayerwiseLoad(Policy):
         rows = (
             self.fetch_row(plane, layer, range(plane.prefix_columns))
             for plane in self.active()
+            if any(plane.unclaimed[: plane.prefix_columns])
             for layer in range(plane.layers)
         )
         return next(filter(None, rows), None)
