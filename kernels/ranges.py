@@ -33,8 +33,8 @@ class span:
     """A range around the work of one thread, as a context manager; closed on exceptions too.
 
     name: from a small set, for NVTX keeps every one; what varies goes into the payload. kind: the category, of a small
-    set too; those in COLORS have a colour. payload: makes what to show with the range, a number or a NumPy record; called
-    only where ranges are on.
+        set too; those in COLORS have a colour.
+    payload: makes what to show with the range, a number or a NumPy record; called only where ranges are on.
     """
 
     __slots__ = ("_domain", "_kind", "_name", "_payload")
