@@ -129,7 +129,7 @@ class Timeline:
             end=end,
             busy={stream: _share(value, seconds) for stream, value in busy.items()},
             useful={stream: _share(value, seconds) for stream, value in useful.items()},
-            overlap=_share(both, seconds),
+            overlap=_share(max(0.0, both), seconds),  # sums in another order may differ in their last digit
             bytes_loaded=sum(_bytes(span, names) for span in spans if span.op.kind == COPY),
             prefix={source: _amount(fills, source, whole=False) for source in ("compute", "load")},
             total={source: _amount(fills, source, whole=True) for source in ("compute", "load")},

@@ -5,7 +5,7 @@ import threading
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cacheflow import perfetto, policies
@@ -192,6 +192,14 @@ times = st.tuples(st.floats(0, 10), st.floats(0, 10)).map(sorted)
 recorded = st.lists(st.tuples(st.sampled_from([COMPUTE, FETCH, COPY]), times, st.integers(0, 1)), max_size=12)
 
 
+@example(  # the sums differ in their last digit
+    [
+        (COMPUTE, [0.0, 0.5659891501270621], 0),
+        (FETCH, [5.0, 6.0], 0),
+        (FETCH, [1.0022482776118404, 4.5], 0),
+        (COPY, [0.0, 6.0], 0),
+    ]
+)
 @given(recorded)
 def test_whatever_was_recorded_shares_stay_below_one_and_the_critical_path_below_the_whole(spans):
     parts = [(0, 8), (8, 16)]
