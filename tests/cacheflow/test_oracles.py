@@ -5,6 +5,7 @@ Sources: Cake (ICML 2025), Fig. 4 digitised and Table 4; an independent run of C
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from cacheflow import policies
 from cacheflow.costs.base import Costs, LayerWork, ModelShape
 from cacheflow.costs.roofline import DEVICES, GBPS, Roofline, device
 from cacheflow.op import COMPUTE, Op, Part
+from cacheflow.plane import Plane
 from cacheflow.request import Request
 from cacheflow.simulate import Simulation
 from tests.cacheflow.strategies import Affine
@@ -90,6 +92,21 @@ class TestHarmonicLaw:
     )
     def test_token_axis_beats_it(self, costs: Costs, tokens: int, total: float) -> None:
         """(K - j) / K + cum(j) / cum(K) is below 1, because late chunks cost more."""
+        s_io, s_comp = speedups("token", costs, tokens)
+        assert 1 / s_io + 1 / s_comp == pytest.approx(total, abs=0.01)
+
+    @pytest.mark.parametrize("name", ["A100-40G", "H100"])
+    @pytest.mark.parametrize("gbps", [10, 20, 40])
+    def test_token_axis_gives_the_formula(self, name: str, gbps: int) -> None:
+        """At any setting, with every chunk's own cost, the meeting chunk cut where both sides end together."""
+        costs, tokens = Roofline(LLAMA, device(name), bandwidth=gbps * GBPS), 65536
+        plane = Plane(Request.of("a", prefix=tokens, suffix=1, chunk=CHUNK, layers=costs.shape.layers))
+        band, count = range(costs.shape.layers), plane.prefix_columns
+        chunks = [costs.seconds(Op(COMPUTE, band, (plane.part(c, c + 1, advance=False),))) for c in range(count)]
+        cum, load = [0.0, *accumulate(chunks)], costs.load_seconds(CHUNK * costs.shape.layers)
+        j = max(j for j in range(count) if cum[j] <= (count - j) * load)
+        share = ((count - j) * load - cum[j]) / (chunks[j] + load)
+        total = (count - j - share) / count + (cum[j] + share * chunks[j]) / cum[-1]
         s_io, s_comp = speedups("token", costs, tokens)
         assert 1 / s_io + 1 / s_comp == pytest.approx(total, abs=0.01)
 
