@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,6 +39,14 @@ from models.decoder import Decoder
 from models.weights import weights_digest
 
 
+class _Accepted(NamedTuple):
+    """A prompt that can work. tokens: [n] int64. deadline: see Request."""
+
+    id: str
+    tokens: torch.Tensor
+    deadline: float
+
+
 class Engine:
     """Restores prompts whose KV is in a store, by recompute and load at once, and generates from them, greedily.
 
@@ -63,7 +72,7 @@ class Engine:
         model: Decoder | str | Path,
         store: Store | str,
         *,
-        policy: str = "two-pointer",
+        policy: str = "pipelined",
         device: str | None = None,
         dtype: torch.dtype | None = None,
         backend: str | None = None,
@@ -134,16 +143,13 @@ class Engine:
         self.model.warmup(*self.pages.layers[0])
         if self.costs is None:
             self.measure()
-        cell, layers = self._layout(1).layer_nbytes, self.model.config.num_layers
         self._executor = Executor(
             self.model,
             self._sessions,
             self.store,
             self.known_costs,
             self._device,
-            # Beyond the cells: an object may hold the prompt's last token, which its column leaves out; and each of
-            # the at most `layers` chunks and a tail begins at a multiple of DIRECT.
-            staging_bytes=(self.staging_cells + layers) * cell + (layers + 2) * DIRECT,
+            staging_bytes=self._staging_bytes,
             timeout=self._timeout,
             streams=self._streams,
         )
@@ -200,33 +206,25 @@ class Engine:
         policy: str | None = None,
         room: int = 0,
         ids: Sequence[str] | None = None,
+        deadlines: Sequence[float | None] | None = None,
     ) -> list[Restored]:
         """Bring back the KV of prompts as far as the store has it, compute the rest, and give their first tokens.
 
-        All prompts are one batch for the policy. room: tokens that will be decoded behind each. ids: one per prompt,
-        for `abort`. A prompt waits while the page pool is full of others of its batch. Release each prompt when its
-        pages are of no more use.
+        All prompts are one batch for the policy, and their pages stay taken until each is released. room: tokens that
+        will be decoded behind each. ids: one per prompt, for `abort`. deadlines: one per prompt, seconds within which
+        its first token is wanted, or None; the policy `pipelined` serves those first that can still make it.
 
-        Raises ValueError for a prompt that cannot work, RuntimeError when its pages are taken by unreleased ones.
+        Raises ValueError for a prompt that cannot work, and RuntimeError, before anything is restored, for a batch that
+        does not fit the pages that are free.
         """
-        self._aborts.clear()
-        accepted = [self._check(prompt, room) for prompt in prompts]
-        names = [f"r{next(self._ids)}" for _ in prompts] if ids is None else list(ids)
-        if len(names) != len(accepted) or len(set(names)) < len(names):
-            raise ValueError(f"ids {names} must be different, and as many as the {len(accepted)} prompts")
-        self.warmup()
-        assert self._executor is not None
-        self._executor.timeline = Timeline()
-        chosen = self._planner(policy)
-        restoration = Restoration(chosen, self._executor, self._locator, self.pages, self._aborts)
-        try:
-            with ranges.span("restore", chosen.name):  # what a profiler captures
-                for name, tokens in zip(names, accepted, strict=True):
-                    restoration.add(self._locate(name, tokens, room, self._executor.timeline))
-                return restoration.run()
-        except BaseException:  # KeyboardInterrupt too
-            restoration.abandon()
-            raise
+        accepted = self._accept(prompts, room, ids, deadlines)
+        needed, free = sum(self.pages.pages_for(len(one.tokens) + room) for one in accepted), self.pages.free_pages
+        if needed > free:
+            raise RuntimeError(
+                f"a batch of {len(accepted)} needs {needed} pages of {self.page_size} tokens and {free} are free; "
+                "restore fewer prompts at a time, release restored ones or raise cache_tokens"
+            )
+        return self._restore(accepted, room, policy)
 
     def release(self, restored: Restored) -> None:
         """Give a prompt's pages back."""
@@ -241,23 +239,34 @@ class Engine:
         policy: str | None = None,
         save: bool = True,
         ids: Sequence[str] | None = None,
+        deadlines: Sequence[float | None] | None = None,
     ) -> list[Generated]:
         """Restore prompts and continue them greedily, up to max_new_tokens each or a stop token, which is included.
 
         save: store the KV of new chunks, generated tokens included, so that the next turn restores the whole of it.
-        ids: as for `restore`.
+        ids, deadlines: as for `restore`.
+
+        Where the prompts do not fit the free pages together they are served in parts, as many as fit at a time, in
+        their order; a part is a batch of its own for the policy, and its times count from when it begins.
+
+        Raises, before anything is generated, ValueError for a prompt that cannot work and RuntimeError for one whose
+        pages are taken by unreleased ones.
         """
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens {max_new_tokens} must be at least 1")
-        batch = self.restore(prompts, policy=policy, room=max_new_tokens - 1, ids=ids)
-        try:
-            generated = self._decode(batch, max_new_tokens, frozenset(stop_tokens))
-            if save:
-                self._save([(g.restored, g.tokens[:-1]) for g in generated])
-            return generated
-        finally:
-            for restored in batch:
-                self.release(restored)
+        room = max_new_tokens - 1
+        generated: list[Generated] = []
+        for part in self._parts(self._accept(prompts, room, ids, deadlines), room):
+            batch = self._restore(part, room, policy)
+            try:
+                done = self._decode(batch, max_new_tokens, frozenset(stop_tokens))
+                if save:
+                    self._save([(g.restored, g.tokens[:-1]) for g in done])
+            finally:
+                for restored in batch:
+                    self.release(restored)
+            generated += done
+        return generated
 
     def abort(self, id: str) -> None:
         """Stop restoring a prompt. Its pages are used again only when nothing in flight can touch them. Any thread."""
@@ -316,6 +325,17 @@ class Engine:
         """(token, layer) pairs in a staging buffer: one chunk's."""
         return self.chunk_tokens * self.model.config.num_layers
 
+    @property
+    def _staging_bytes(self) -> int:
+        """What any fetch of so many cells fits in.
+
+        A column's object may hold one token more than it, the prompt's last, and lands at a multiple of DIRECT. Columns
+        have pages of their own, and a whole page's tokens at least, but for that last one.
+        """
+        beyond = self.staging_cells // max(1, self.page_size - 1)  # cells; and columns, if all are as short as can be
+        columns = min(beyond, self.pages.num_pages)
+        return (self.staging_cells + beyond) * self._layout(1).layer_nbytes + columns * DIRECT
+
     def _fingerprint(self, digest: str) -> str:
         return model_fingerprint(digest, self.model.config.kv_fields(), _name(self.model.dtype))
 
@@ -323,6 +343,61 @@ class Engine:
         config = self.model.config
         parts = tuple(PartSpec(name, _name(self.model.dtype), config.head_dim) for name in ("k", "v"))
         return Layout(layers=config.num_layers, kv_heads=config.kv_heads, tokens=tokens, parts=parts)
+
+    def _accept(
+        self,
+        prompts: Sequence[Sequence[int]],
+        room: int,
+        ids: Sequence[str] | None,
+        deadlines: Sequence[float | None] | None,
+    ) -> list[_Accepted]:
+        """Prompts under their ids, none of which is aborted yet."""
+        self._aborts.clear()
+        accepted = [self._check(prompt, room) for prompt in prompts]
+        names = [f"r{next(self._ids)}" for _ in prompts] if ids is None else list(ids)
+        if len(names) != len(accepted) or len(set(names)) < len(names):
+            raise ValueError(f"ids {names} must be different, and as many as the {len(accepted)} prompts")
+        due = [None] * len(accepted) if deadlines is None else list(deadlines)
+        if len(due) != len(accepted) or any(seconds is not None and not seconds > 0 for seconds in due):
+            raise ValueError(
+                f"deadlines {due} must be seconds above 0 or None, one for each of {len(accepted)} prompts"
+            )
+        seconds = (math.inf if one is None else one for one in due)
+        return list(map(_Accepted, names, accepted, seconds))
+
+    def _parts(self, accepted: Sequence[_Accepted], room: int) -> list[list[_Accepted]]:
+        """Neighbours that fit the free pages together, as many as do."""
+        free, left = self.pages.free_pages, 0
+        parts: list[list[_Accepted]] = []
+        for one in accepted:
+            pages = self.pages.pages_for(len(one.tokens) + room)
+            if pages > free:
+                raise RuntimeError(
+                    f"{len(one.tokens)} tokens and {room} to come need {pages} pages of {self.page_size} tokens and "
+                    f"{free} are free; release restored prompts or raise cache_tokens"
+                )
+            if pages > left:
+                parts.append([])
+                left = free
+            parts[-1].append(one)
+            left -= pages
+        return parts
+
+    def _restore(self, accepted: Sequence[_Accepted], room: int, policy: str | None) -> list[Restored]:
+        """A batch that fits the free pages."""
+        self.warmup()
+        assert self._executor is not None
+        self._executor.timeline = Timeline()
+        chosen = self._planner(policy)
+        restoration = Restoration(chosen, self._executor, self._locator, self.pages, self._aborts)
+        try:
+            with ranges.span("restore", chosen.name):  # what a profiler captures
+                for one in accepted:
+                    restoration.add(self._locate(one, room, self._executor.timeline))
+                return restoration.run()
+        except BaseException:  # KeyboardInterrupt too
+            restoration.abandon()
+            raise
 
     def _check(self, prompt: Sequence[int], room: int) -> torch.Tensor:
         ids = np.asarray(prompt)
@@ -342,7 +417,8 @@ class Engine:
             raise ValueError(f"{len(tokens)} tokens and {room} to come do not fit cache_tokens={cache}; raise it")
         return tokens
 
-    def _locate(self, id: str, tokens: torch.Tensor, room: int, timeline: Timeline) -> Restored:
+    def _locate(self, prompt: _Accepted, room: int, timeline: Timeline) -> Restored:
+        id, tokens, deadline = prompt
         located = self._locator.locate(tokens.numpy(), **self._key_options)
         config = self.model.config
         request = Request(
@@ -350,6 +426,7 @@ class Engine:
             located.boundaries,
             tuple(chunk is not None for chunk in located.chunks),
             tuple(config.window(layer) for layer in range(config.num_layers)),
+            deadline,
         )
         failures = Counter(located.failures)
         return Restored(id, tokens, request, located, located.seconds, room, failures, timeline, located.leased)

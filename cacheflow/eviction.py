@@ -5,16 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
 from cacheflow.costs.base import Costs
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """An object that may be stored. position: of the chunk in its prompt. bytes: of its KV."""
 
     key: Hashable

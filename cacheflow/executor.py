@@ -252,7 +252,7 @@ class Executor:
             self.offload.wait(stream.record())
         part = Part(session.plane.request.id, start, start + layout.tokens)
         op = Op(SAVE, range(layout.layers), (part,))
-        slots = self.sessions.pages.slots(session.pages, part.start, part.stop)
+        slots = session.slots[part.start : part.stop]
         staged: list[torch.Tensor] = []
         started = ranges.start(SAVE, SAVE, lambda: layout.nbytes)  # ends on another thread
 

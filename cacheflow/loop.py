@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 from cacheflow.op import COMPUTE, COPY, FETCH, Op, Part
 from cacheflow.plane import Plane
@@ -21,8 +20,7 @@ AHEAD = 2  # ops in flight per resource: the one that runs and one behind it, so
 Failures: TypeAlias = tuple[tuple[Part, str], ...]
 
 
-@dataclass(frozen=True)
-class Completion:
+class Completion(NamedTuple):
     """An op that ended. start, end: seconds on the back end's clock.
 
     failures: for a fetch, the parts without data and why; all other parts arrived.
@@ -121,18 +119,20 @@ class Loop:
         for part, reason in done.failures:
             self.failures[part.request, reason] += 1
             self.policy.failed(Op(op.kind, op.layers, (part,)), reason)
-        arrived = Op(op.kind, op.layers, _without(op.parts, [part for part, _ in done.failures]))
+        arrived = op
+        if done.failures:
+            arrived = Op(op.kind, op.layers, _without(op.parts, [part for part, _ in done.failures]))
         if arrived.parts:
             self.policy.finished(arrived, seconds)
             if op.kind == FETCH:
                 self._submit(arrived.of(COPY), done)
-        for request in op.requests:
-            plane = self.policy.planes[request]
-            if op.kind == COMPUTE and plane.done:
-                self.on_done(plane, done.end)
+        if op.kind == COMPUTE:
+            for plane in [self.policy.planes[request] for request in op.requests]:
+                if plane.done:
+                    self.on_done(plane, done.end)
 
     def _retire(self) -> None:
-        for plane in [p for p in self.policy.planes.values() if (p.done or p.cancelled) and p.in_flight == 0]:
+        for plane in [p for p in self.policy.planes.values() if p.in_flight == 0 and (p.done or p.cancelled)]:
             self.policy.remove(plane.request.id)
             self.on_drained(plane)
 

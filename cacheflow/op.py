@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 Kind = Literal["compute", "fetch", "copy", "save"]
 COMPUTE: Kind = "compute"
@@ -13,8 +13,7 @@ COPY: Kind = "copy"
 SAVE: Kind = "save"
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """A token range of one request inside an op.
 
     A compute op takes every token of the part from the hidden state at the entry of the band's first layer upwards.
@@ -56,15 +55,15 @@ class Op:
 
     @property
     def tokens(self) -> int:
-        return sum(part.tokens for part in self.parts)
+        return sum([part.stop - part.start for part in self.parts])
 
     @property
     def requests(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(part.request for part in self.parts))
+        return tuple(dict.fromkeys([part.request for part in self.parts]))
 
     def of(self, kind: Kind) -> Op:
         """The same cells under another kind: a landed fetch becomes a copy."""
-        return replace(self, kind=kind)
+        return Op(kind, self.layers, self.parts)
 
     def __iter__(self) -> Iterator[Part]:
         return iter(self.parts)

@@ -105,15 +105,15 @@ class HiddenPool:
         self.states = torch.empty(tokens, hidden, dtype=dtype, device=device)
         self._rows = Rows(tokens)
 
-    def allocate(self, tokens: int) -> list[int]:
-        """Row numbers. Raises MemoryError if too few are free."""
+    def allocate(self, tokens: int) -> torch.Tensor:
+        """[tokens] int64 row numbers, on the host. Raises MemoryError if too few are free."""
         rows = self._rows.take(tokens)
         if rows is None:
             raise MemoryError(
                 f"hidden states of {tokens} tokens do not fit the {self._rows.free} free rows of "
                 f"{len(self.states)}; raise hidden_tokens"
             )
-        return rows
+        return torch.tensor(rows, dtype=torch.int64)
 
-    def release(self, rows: Iterable[int]) -> None:
-        self._rows.give_back(rows)
+    def release(self, rows: torch.Tensor) -> None:
+        self._rows.give_back(rows.tolist())

@@ -5,12 +5,15 @@ Pure Python, so that a policy which works on it can run anywhere: in virtual tim
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
+from operator import add, sub
 
 from cacheflow.op import COMPUTE, FETCH, Kind, Op, Part
 from cacheflow.request import Request
 
 EMPTY, LOADING, LOADED, COMPUTED = range(4)
+FILLED = bytes([0, 0, 1, 1]) + bytes(252)  # a table for bytes.translate: 1 for what is filled
 
 
 class ImpossibleOp(RuntimeError):
@@ -44,11 +47,11 @@ class Plane:
         self.in_flight = 0
         self.done = False
         self.cancelled = False
-        self._filled = [bytearray(self.columns) for _ in range(self.layers)]
         self._column_of = {token: i for i, token in enumerate(request.boundaries)}
+        self._windowed = any(request.windows)
         self.need = self._needs()
-        self.missing = [sum(cells) for cells in zip(*self.need, strict=True)]
-        self.unclaimed = list(self.missing)
+        self.missing, self.unclaimed = [0] * self.columns, [0] * self.columns
+        self._count(add, 0, self.columns, range(self.layers), self.missing, self.unclaimed)
 
     # What is needed, filled, possible
 
@@ -62,21 +65,35 @@ class Plane:
 
     def loadable_band(self, column: int, below: int | None = None) -> range:
         """The highest run of layers, all under `below`, in which the column is loadable; empty if there is none."""
-        top = self.layers if below is None else below
-        while top > 0 and not self.loadable(column, top - 1):
-            top -= 1
-        bottom = top
-        while bottom > 0 and self.loadable(column, bottom - 1):
-            bottom -= 1
-        return range(bottom, top)
+        if not self.available[column]:
+            return range(0)
+        rows = zip(self.state[:below], self.need, strict=False)
+        loadable = bytes([cells[column] == EMPTY and need[column] for cells, need in rows])
+        top = loadable.rfind(1) + 1
+        return range(loadable.rfind(0, 0, top) + 1, top)
+
+    def loadable_columns(self, columns: Iterable[int], layer: int) -> list[int]:
+        """Those of the columns, in their order, that are loadable at `layer`."""
+        cells, need, available = self.state[layer], self.need[layer], self.available
+        return [c for c in columns if cells[c] == EMPTY and need[c] and available[c]]
+
+    def empty_layers(self, columns: range, *, down: bool = False) -> Iterator[int]:
+        """Layers, from the first up or from the last down, at which one of the columns' cells is empty, if any of their
+        needed cells is."""
+        first, last = columns.start, columns.stop
+        if any(self.unclaimed[first:last]):
+            for layer in reversed(range(self.layers)) if down else range(self.layers):
+                if self.state[layer].find(EMPTY, first, last) >= 0:
+                    yield layer
 
     def filled(self, first: int, last: int, layer: int) -> bool:
         """Whether every cell of columns [first, last) at `layer` is filled."""
-        return self._filled[layer].find(0, first, last) == -1
+        cells = self.state[layer]
+        return cells.find(EMPTY, first, last) < 0 and cells.find(LOADING, first, last) < 0
 
     def filled_row(self, layer: int) -> bytearray:
         """[columns]; 1 where the cell at `layer` is filled."""
-        return bytearray(self._filled[layer])
+        return self.state[layer].translate(FILLED)
 
     def attended_filled(self, first: int, last: int, layer: int) -> bool:
         """Whether all that columns [first, last), as one part, attend to at `layer`, themselves left out, is filled."""
@@ -94,6 +111,12 @@ class Plane:
     def must_compute(self, column: int) -> bool:
         """Whether the column has needed cells that only recompute can fill."""
         return self.missing[column] > 0 and not self.available[column]
+
+    @property
+    def compute_only(self) -> list[int]:
+        """Columns that have needed cells which only recompute can fill."""
+        pairs = zip(self.missing, self.available, strict=True)
+        return [c for c, (missing, available) in enumerate(pairs) if missing and not available]
 
     def holds(self, column: int) -> bool:
         """Whether the column's hidden state, other than the embedding, must be kept for ops still to come."""
@@ -113,13 +136,10 @@ class Plane:
 
     def parts(self, columns: Iterable[int]) -> tuple[Part, ...]:
         """Columns in any order as parts of an op, ascending and neighbours joined."""
-        runs: list[list[int]] = []
-        for column in sorted(columns):
-            if runs and runs[-1][1] == column:
-                runs[-1][1] += 1
-            else:
-                runs.append([column, column + 1])
-        return tuple(self.part(first, last) for first, last in runs)
+        ordered = sorted(columns)
+        gaps = [i for i, (left, right) in enumerate(pairwise(ordered), 1) if right != left + 1]
+        runs = zip([0, *gaps], [*gaps, len(ordered)], strict=True) if ordered else ()
+        return tuple([self.part(ordered[start], ordered[stop - 1] + 1) for start, stop in runs])
 
     def columns_of(self, part: Part) -> tuple[int, int]:
         """The columns [first, last) of a part."""
@@ -149,17 +169,11 @@ class Plane:
             return None
         if low + 1 < min(high, self.layers) and not self.attended_filled(column, column + 1, low):
             return None  # whatever is joined to it
-        tokens, end = self.request.width(column), column + 1
-        last = self.columns if last is None else last
-        while end < last and self._alike(column, end, low, high):
-            tokens += self.request.width(end)
-            if tokens > token_budget:
-                break
-            end += 1
+        end = self._alike(column, self.within(column, token_budget, last), low, high)
         last_token = end == self.columns and high == self.layers
-        project = not self._filled[low][column]
+        project = self.state[low][column] < LOADED
         stop = low
-        while stop < high and self.state[stop][column] != LOADING and self._filled[stop][column] != project:
+        while stop < high and self.state[stop][column] in ((EMPTY,) if project else (LOADED, COMPUTED)):
             projects_only = stop == high - 1 and not last_token  # needs nobody else's cells
             if not projects_only and not self.attended_filled(column, end, stop):
                 break
@@ -171,9 +185,22 @@ class Plane:
         part = self.part(column, end, project=project, advance=stop < high or last_token)
         return Op(COMPUTE, range(low, stop), (part,))
 
-    def _alike(self, column: int, other: int, low: int, high: int) -> bool:
-        alike = self.height[other] == self.height[column] and self.available[other] == self.available[column]
-        return alike and all(row[column] == row[other] for row in self.state[low:high])
+    def within(self, first: int, tokens: int, last: int | None = None) -> int:
+        """One past the last of columns [first, last) up to which they are no more than so many tokens; the first column
+        counts in any case."""
+        end = self.request.column_at(self.request.boundaries[first] + tokens)
+        return max(first + 1, end if last is None else min(end, last))
+
+    def _alike(self, first: int, last: int, low: int, high: int) -> int:
+        """One past the last of columns [first, last) up to which they stand at one height, are all in the store or all
+        not, and have the same cells filled in layers [low, high)."""
+        height, available, end = self.height[first], self.available[first], first + 1
+        while end < last and self.height[end] == height and self.available[end] == available:
+            end += 1
+        for row in self.state[low:high]:
+            cells = row[first:end]
+            end -= len(cells.lstrip(cells[:1]))
+        return end
 
     def start(self, kind: Kind, layers: range, parts: list[Part]) -> None:
         """Account for an op's parts of this request as it is issued. Raises ImpossibleOp where the state forbids it."""
@@ -181,38 +208,54 @@ class Plane:
             raise ImpossibleOp(f"request {self.request.id} is over")
         if not layers or not 0 <= layers.start < layers.stop <= self.layers:
             raise ImpossibleOp(f"band {layers} is outside the model's {self.layers} layers")
-        for part in parts:
-            first, last = self.columns_of(part)
+        columns = [self.columns_of(part) for part in parts]
+        for part, (first, last) in zip(parts, columns, strict=True):
             self.in_flight += last - first
             if kind == FETCH:
-                self._start_fetch(first, last, layers)
+                self._start_fetch(first, last, layers, part)
             else:
                 self._start_projection(first, last, layers, part)
         if kind == COMPUTE:
-            for part in parts:
-                self._start_advance(*self.columns_of(part), layers, part)
+            for part, (first, last) in zip(parts, columns, strict=True):
+                self._start_advance(first, last, layers, part)
 
-    def _start_fetch(self, first: int, last: int, layers: range) -> None:
+    def _start_fetch(self, first: int, last: int, layers: range, part: Part) -> None:
+        stored = all(self.available[first:last])
         for layer in layers:
-            for column in range(first, last):
-                if not self.loadable(column, layer):
-                    raise ImpossibleOp(f"cell ({column}, {layer}) of {self.request.id} cannot be loaded now")
-                self.state[layer][column] = LOADING
-                self.unclaimed[column] -= 1
+            empty = self.state[layer].count(EMPTY, first, last) == last - first
+            if not (stored and empty and self.need[layer].find(0, first, last) < 0):
+                raise ImpossibleOp(f"{part} at layer {layer} cannot be loaded now")
+        self._set(first, last, layers, LOADING)
+        self._count(sub, first, last, layers, self.unclaimed)
 
     def _start_projection(self, first: int, last: int, layers: range, part: Part) -> None:
-        for column in range(first, last):
-            if layers.start not in (0, self.height[column]):
-                at = self.height[column]
-                raise ImpossibleOp(f"column {column} of {self.request.id} is at layer {at}, not {layers.start}")
-        for layer in layers if part.project else ():
-            row, filled = self.state[layer], self._filled[layer]
-            for column in range(first, last):
-                if row[column] != EMPTY:
-                    raise ImpossibleOp(f"cell ({column}, {layer}) of {self.request.id} would be filled twice")
-                row[column], filled[column] = COMPUTED, 1
-                self.missing[column] -= self.need[layer][column]
-                self.unclaimed[column] -= self.need[layer][column]
+        if layers.start and (heights := set(self.height[first:last]) - {layers.start}):
+            raise ImpossibleOp(f"{part} is at layer {min(heights)}, not {layers.start}")
+        if not part.project:
+            return
+        for layer in layers:
+            if self.state[layer].count(EMPTY, first, last) < last - first:
+                raise ImpossibleOp(f"{part} at layer {layer} would be filled twice")
+        self._set(first, last, layers, COMPUTED)
+        self._count(sub, first, last, layers, self.missing, self.unclaimed)
+
+    def _set(self, first: int, last: int, layers: range, state: int) -> None:
+        """Set the cells of columns [first, last) in a band."""
+        cells = bytes([state]) * (last - first)
+        for layer in layers:
+            self.state[layer][first:last] = cells
+
+    def _count(
+        self, change: Callable[[int, int], int], first: int, last: int, layers: range, *counts: list[int]
+    ) -> None:
+        """Change what is counted by column by the needed cells of columns [first, last) in a band."""
+        if self._windowed:
+            rows = [row[first:last] for row in self.need[layers.start : layers.stop]]
+            needed = list(map(sum, zip(*rows, strict=True)))
+        else:
+            needed = [len(layers)] * (last - first)
+        for of_columns in counts:
+            of_columns[first:last] = map(change, of_columns[first:last], needed)
 
     def _start_advance(self, first: int, last: int, layers: range, part: Part) -> None:
         top = layers.stop if part.advance else layers.stop - 1
@@ -223,32 +266,27 @@ class Plane:
             raise ImpossibleOp(f"{part} does not project cells that are not filled")
         if top == self.layers and last == self.columns and any(self.missing[self.prefix_columns :]):
             raise ImpossibleOp(f"{part} ends request {self.request.id} before its suffix is filled")
-        for column in range(first, last):
-            self.height[column] = top
+        self.height[first:last] = [top] * (last - first)
 
     def landed(self, layers: range, part: Part) -> None:
         """A fetch arrived, whole and verified, and its copy, which cannot fail, is queued at once: still in flight."""
         first, last = self.columns_of(part)
-        for layer in layers:
-            for column in range(first, last):
-                self.state[layer][column], self._filled[layer][column] = LOADED, 1
-                self.missing[column] -= self.need[layer][column]
+        self._set(first, last, layers, LOADED)
+        self._count(sub, first, last, layers, self.missing)
 
     def failed(self, layers: range, part: Part) -> None:
         """A fetch did not arrive: its cells are empty again, and the store is not asked for these columns any more."""
         first, last = self.columns_of(part)
         self.in_flight -= last - first
-        for layer in layers:
-            for column in range(first, last):
-                self.state[layer][column] = EMPTY
-                self.unclaimed[column] += self.need[layer][column]
+        self._set(first, last, layers, EMPTY)
+        self._count(add, first, last, layers, self.unclaimed)
         self.forget(first, last)
 
     def forget(self, first: int = 0, last: int | None = None) -> None:
         """Stop believing that the store has columns [first, last): their empty cells must be computed."""
-        for column in range(first, self.prefix_columns if last is None else last):
-            self.available[column] = False
-        if not any(self.request.windows):
+        last = self.prefix_columns if last is None else last
+        self.available[first:last] = [False] * (last - first)
+        if not self._windowed:
             return  # everything is needed, whatever the store has
         self.need = self._needs()
         for column, before in enumerate(self.missing):
@@ -273,7 +311,7 @@ class Plane:
         each of them, all that it attends to. Layers are taken from the top down, since need spreads downwards and left.
         """
         request, last = self.request, self.columns - 1
-        if not any(request.windows):
+        if not self._windowed:
             return [bytearray(b"\1" * self.columns) for _ in range(self.layers)]
         need = [bytearray(self.columns) for _ in range(self.layers)]
         lost = [c for c in range(self.prefix_columns) if not self.available[c]]

@@ -28,6 +28,18 @@ _RAMPS = {  # early to late
     HOLE: ("#F3DCE8", "#DB9FC0", "#B45A8C", "#571F40"),
 }
 _NOT_NEEDED, _EMPTY = "#E4E4E4", "#FFFFFF"
+# Colour, marker and line of a policy in every figure. What only computes is blue, what only loads orange, as ops are.
+_POLICIES: dict[str, tuple[str, str, Any]] = {
+    "recompute": ("#0072B2", "s", "-"),
+    "load": ("#E69F00", "s", "-"),
+    "layerwise-load": ("#8C6100", "v", (0, (4, 1.5))),
+    "token": ("#56B4E9", "o", "-"),
+    "layer": ("#009E73", "^", "-"),
+    "two-pointer": ("#CC79A7", "D", (0, (4, 1.5))),
+    "staircase": ("#6B6B6B", "P", "-"),
+    "pipelined": ("#D55E00", "o", "-"),
+}
+EMPHASISED = "pipelined"
 
 
 def lanes(
@@ -53,7 +65,7 @@ def lanes(
     if not rows:
         raise ValueError("the timeline is empty; draw it after something has run")
     begin = min(spans[0].start for spans in rows.values()) if origin is None else origin
-    figure = _figure(13, 1.7 + 0.62 * len(rows))
+    figure = new_figure(13, 1.7 + 0.62 * len(rows))
     axes = figure.add_subplot()
     times = dict(ttft) if isinstance(ttft, Mapping) else {} if ttft is None else {"": ttft}
     last = max([span.end - begin for spans in rows.values() for span in spans] + [bound or 0.0, *times.values()])
@@ -93,7 +105,7 @@ def plane(request: Request, timeline: Timeline, path: str | Path, *, title: str,
     begin = min((span.start for span in timeline.of()), default=0.0) if origin is None else origin
     seconds = max(max(row) for row in ready) - begin
     end = seconds if seconds > 0 else 1.0  # nothing has run
-    figure = _figure(min(16.0, 4.5 + 0.16 * request.columns), min(9.0, 2.2 + 0.12 * request.layers))
+    figure = new_figure(min(16.0, 4.5 + 0.16 * request.columns), min(9.0, 2.2 + 0.12 * request.layers))
     axes = figure.add_subplot()
     axes.imshow(_pixels(source, ready, begin, end), origin="lower", aspect="auto", interpolation="nearest")
     _borders(axes, source)
@@ -134,7 +146,28 @@ def cells(request: Request, timeline: Timeline) -> tuple[list[list[str]], list[l
     return source, ready
 
 
-def _figure(width: float, height: float) -> Figure:
+def policy_colour(name: str) -> str:
+    """The same in every figure; grey for a policy that is not of this package."""
+    return _POLICIES.get(name, (_OTHER, "x", ":"))[0]
+
+
+def policy_line(name: str) -> dict[str, Any]:
+    """How a policy's line is drawn: keywords of `Axes.plot`. Ours is the heaviest and lies on top."""
+    colour, marker, line = _POLICIES.get(name, (_OTHER, "x", ":"))
+    ours = name == EMPHASISED
+    return {
+        "label": name,
+        "color": colour,
+        "marker": marker,
+        "linestyle": line,
+        "linewidth": 2.8 if ours else 1.5,
+        "markersize": 5.5 if ours else 4.0,
+        "zorder": 3.0 if ours else 2.0,
+    }
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure, in inches; it needs no display."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), dpi=130, layout="constrained")

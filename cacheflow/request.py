@@ -20,12 +20,14 @@ class Request:
         suffix, always computed.
     windows: for every layer the sliding window in tokens (a token sees itself and window - 1 tokens before it), or
         None where it sees everything before it.
+    deadline: seconds from its arrival within which its first token is wanted; infinite: none.
     """
 
     id: str
     boundaries: tuple[int, ...]
     stored: tuple[bool, ...]
     windows: tuple[int | None, ...]
+    deadline: float = float("inf")
 
     def __post_init__(self) -> None:
         b = self.boundaries
@@ -35,6 +37,10 @@ class Request:
             raise ValueError(
                 f"request {self.id}: {len(self.stored)} stored columns leave none of {len(b) - 1} to compute; "
                 "the last token is always computed, so keep it out of the prefix"
+            )
+        if not self.deadline > 0:
+            raise ValueError(
+                f"request {self.id}: deadline {self.deadline} must be above 0 seconds; leave it out for none"
             )
         if not self.windows or any(w is not None and w < 1 for w in self.windows):
             raise ValueError(

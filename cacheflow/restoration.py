@@ -1,8 +1,7 @@
-"""One batch on its way through the loop: admission, aborts, and giving everything back."""
+"""One batch on its way through the loop: its pages, aborts, and giving everything back."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Set
 
 from cacheflow.executor import Executor
@@ -35,24 +34,12 @@ class Restoration:
         self._batch[restored.id] = restored
 
     def run(self) -> list[Restored]:
-        """Admit prompts as pages become free, and let the loop run until all are done. Returns them as added.
-
-        Raises RuntimeError when pages are taken that nobody in the batch will give back.
-        """
+        """Let the loop run until all are done. Returns them as added; the page pool must have room for all."""
         self._accepted = self.executor.now()
-        waiting = deque(self._batch.values())
-        while waiting or not self.loop.idle:
+        for restored in self._batch.values():
+            self._admit(restored)
+        while not self.loop.idle:
             self._cancel()
-            while waiting and (waiting[0].id in self.aborts or self._admit(waiting[0])):
-                restored = waiting.popleft()
-                if restored.session is None:
-                    self._release_leases(restored)
-            if waiting and self.loop.idle:
-                total = len(waiting[0].tokens) + waiting[0].room
-                raise RuntimeError(
-                    f"{total} tokens need {self.pages.pages_for(total)} pages and {self.pages.free_pages} are free; "
-                    "release restored prompts or raise cache_tokens"
-                )
             self.loop.step()
         for (request, reason), count in self.loop.failures.items():
             self._batch[request].failures[reason] += count
@@ -72,15 +59,14 @@ class Restoration:
         for id in [id for id, plane in planes.items() if id in self.aborts and not plane.done]:
             self.loop.policy.cancel(id)
 
-    def _admit(self, restored: Restored) -> bool:
+    def _admit(self, restored: Restored) -> None:
         pages = self.pages.allocate(len(restored.tokens) + restored.room)
-        if pages is None:
-            return False
+        assert pages is not None
         plane = Plane(restored.request)
-        restored.session = Session(plane, restored.tokens, pages, restored.located.chunks)
+        slots = self.pages.slots(pages, 0, len(pages) * self.pages.page_size)
+        restored.session = Session(plane, restored.tokens, pages, restored.located.chunks, slots)
         self.executor.sessions.add(restored.session)
         self.loop.policy.add(plane)
-        return True
 
     def _done(self, plane: Plane, now: float) -> None:
         if plane.cancelled:  # while its last op was in flight

@@ -32,7 +32,8 @@ class Session:
 
     tokens: the prompt, [n] int64 on the host. pages: ids, in token order; with room for what will be decoded.
     chunks: the stored object of every prefix column, None for a hole.
-    hidden_rows: rows of the hidden pool, by column, of hidden states that wait between two ops.
+    slots: [room in pages] int64 on the host; where each token's K and V lie in the page pool.
+    hidden_rows: [width] int64 rows of the hidden pool, by column, of hidden states that wait between two ops.
     logits, sampled: set by the op that advances the last token, and there when it has ended: [vocab] float, and the
         first token's id as a tensor of one element, both on the host.
     """
@@ -41,7 +42,8 @@ class Session:
     tokens: torch.Tensor
     pages: list[int]
     chunks: tuple[StoredChunk | None, ...]
-    hidden_rows: dict[int, list[int]] = field(default_factory=dict)
+    slots: torch.Tensor
+    hidden_rows: dict[int, torch.Tensor] = field(default_factory=dict)
     logits: torch.Tensor | None = None
     sampled: torch.Tensor | None = None
 
@@ -83,11 +85,11 @@ class Landing:
         return buffer[self.start : self.start + self.read.nbytes].view(dtype).view(shape)
 
 
-def adjacent(rows: Sequence[int]) -> slice | torch.Tensor:
+def adjacent(runs: Sequence[torch.Tensor]) -> slice | torch.Tensor:
     """Row numbers as a slice if they are neighbours, which reads without a copy, else as an index."""
-    if list(rows) == list(range(rows[0], rows[0] + len(rows))):
-        return slice(rows[0], rows[0] + len(rows))
-    return torch.tensor(rows, dtype=torch.int64)
+    rows = torch.cat(list(runs))
+    first, count = int(rows[0]), len(rows)
+    return slice(first, first + count) if torch.equal(rows, torch.arange(first, first + count)) else rows
 
 
 class Sessions:
@@ -98,12 +100,14 @@ class Sessions:
         self.hidden = hidden
         self.dtype = pages.k.dtype
         self._by_id: dict[str, Session] = {}
+        self._latest: tuple[tuple[Part, ...], bool, ragged.RaggedBatch] | None = None  # see _batch
 
     def add(self, session: Session) -> None:
         self._by_id[session.plane.request.id] = session
 
     def remove(self, request: str) -> None:
         session = self._by_id.pop(request)
+        self._latest = None  # the next request of that name has other pages
         for rows in session.hidden_rows.values():
             self.hidden.release(rows)
         session.hidden_rows.clear()
@@ -117,28 +121,36 @@ class Sessions:
     def prepare(self, op: Op) -> Prepared:
         """Lay out a compute op that its planes have just accounted for."""
         last = op.layers.stop == self._by_id[op.parts[0].request].plane.layers
-        parts, sampled, row = [], [], 0
+        sampled, row = [], 0
         for part in op.parts:
-            session = self._by_id[part.request]
-            advance = (1 if last else None) if part.advance else 0
-            parts.append(ragged.Part(part.start, part.stop, session.pages, part.project, advance))
             row += part.tokens
             if last and part.advance:
-                sampled.append((session, row - 1))
-        batch = ragged.RaggedBatch.build(parts, self.pages.page_size)
+                sampled.append((self._by_id[part.request], row - 1))
+        batch = self._batch(op.parts, last)
         tokens, rows = None, None
         if op.layers.start == 0:
             tokens = torch.cat([self._by_id[p.request].tokens[p.start : p.stop] for p in op.parts])
         else:
-            rows = adjacent([row for session, column, _ in self._columns(op) for row in session.hidden_rows[column]])
+            rows = adjacent([session.hidden_rows[column] for session, column, _ in self._columns(op)])
         # Columns that are complete now need their rows no more. The op may still read them: whoever gets them next
         # writes them in a later op of the same stream.
         for session in self._by_id.values():
             self._drop_finished(session)
-        keep = self._keep(op)
-        if isinstance(rows, slice):
-            keep = None  # the states are a view of the pool and are updated in place
+        # Where they are neighbours, the states are a view of the pool and are updated in place.
+        keep = None if isinstance(rows, slice) else self._keep(op)
         return Prepared(op, batch, tokens, rows, keep, tuple(sampled))
+
+    def _batch(self, parts: tuple[Part, ...], last: bool) -> ragged.RaggedBatch:
+        """The parts as the kernels see them; last: at the model's last layer only their last tokens advance. The same
+        from layer to layer, so the latest is kept."""
+        if self._latest is None or self._latest[:2] != (parts, last):
+            advance = 1 if last else None
+            pieces = [
+                ragged.Part(p.start, p.stop, self._by_id[p.request].pages, p.project, advance if p.advance else 0)
+                for p in parts
+            ]
+            self._latest = parts, last, ragged.RaggedBatch.build(pieces, self.pages.page_size)
+        return self._latest[2]
 
     def _columns(self, op: Op) -> list[tuple[Session, int, int]]:
         """(session, column, first batch row) of every column of a compute op."""
@@ -152,16 +164,15 @@ class Sessions:
 
     def _keep(self, op: Op) -> tuple[torch.Tensor, slice | torch.Tensor] | None:
         """Which hidden states outlive the op, and where."""
-        batch_rows: list[int] = []
-        pool_rows: list[int] = []
+        batch_rows, pool_rows = list[torch.Tensor](), list[torch.Tensor]()
         for session, column, first in self._columns(op):
             width = session.plane.request.width(column)
             if session.plane.holds(column):
                 if column not in session.hidden_rows:
                     session.hidden_rows[column] = self.hidden.allocate(width)
-                batch_rows.extend(range(first, first + width))
-                pool_rows.extend(session.hidden_rows[column])
-        return (torch.tensor(batch_rows, dtype=torch.int64), adjacent(pool_rows)) if batch_rows else None
+                batch_rows.append(torch.arange(first, first + width))
+                pool_rows.append(session.hidden_rows[column])
+        return (torch.cat(batch_rows), adjacent(pool_rows)) if batch_rows else None
 
     def _drop_finished(self, session: Session) -> None:
         """Give back the hidden states of columns that need no more of them."""
@@ -180,8 +191,9 @@ class Sessions:
                 size = layout.selection_nbytes(op.layers, layout.all_parts, layout.all_kv_heads)
                 region = buffer.host[offset : offset + size]
                 piece = session.plane.part(column, column + 1)
-                slots = self.pages.slots(session.pages, piece.start, piece.stop)
-                slots = torch.nn.functional.pad(slots, (0, layout.tokens - piece.tokens), value=-1)
+                slots = session.slots[piece.start : piece.stop]
+                if layout.tokens > piece.tokens:
+                    slots = torch.nn.functional.pad(slots, (0, layout.tokens - piece.tokens), value=-1)
                 read = Read(
                     key=chunk.key,
                     layout=layout,

@@ -6,7 +6,8 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol, TypeVar
+from operator import attrgetter
+from typing import TypeVar
 
 from cacheflow.costs.base import Costs
 from cacheflow.loop import Completion, Failures, Loop
@@ -20,41 +21,33 @@ T = TypeVar("T")
 Pending = list[tuple[float, int, T]]  # a heap: seconds, order among equals, what comes
 
 
-class Recorder(Protocol):
-    """What is told of everything that ran."""
-
-    def add(self, span: Span) -> None: ...
-
-
 class VirtualBackend:
     """Three streams, each one op at a time in order: compute, fetch (the link), copy.
 
     An op takes costs.seconds(op). A fetch begins no sooner than the latency after it was submitted; compute no sooner
     than the copies submitted before it for its requests, at its layers, have ended.
     fail: given a fetch op, the columns of it that do not arrive, as parts, and why.
-    record: what is told of every op when it ends; None: a timeline.
+    record: told of every op when it has ended; None: the timeline is.
     """
 
     def __init__(
-        self, costs: Costs, fail: Callable[[Op], Failures] = lambda op: (), record: Recorder | None = None
+        self,
+        costs: Costs,
+        fail: Callable[[Op], Failures] = lambda op: (),
+        record: Callable[[Completion], object] | None = None,
     ) -> None:
         self.costs = costs
         self.fail = fail
         self.timeline = Timeline()
-        self._record = record or self.timeline
+        self._record = record or self._add_span
         self._now = 0.0
         self._free = {COMPUTE: 0.0, FETCH: 0.0, COPY: 0.0}
-        self._copied: dict[tuple[str, int], float] = {}  # by request and layer: when the latest copy ends
         self._events: list[tuple[float, int, Completion]] = []
+        self.next_end = math.inf  # of those queued; infinite if there is none
         self._order = itertools.count()
 
     def now(self) -> float:
         return self._now
-
-    @property
-    def next_end(self) -> float:
-        """When the next op ends; infinite if none is queued."""
-        return self._events[0][0] if self._events else math.inf
 
     def advance(self, now: float) -> None:
         """Let time pass in which nothing ends."""
@@ -66,21 +59,31 @@ class VirtualBackend:
     def submit(self, op: Op, landed: Completion | None = None) -> None:
         start = max(self._free[op.kind], self._now + (self.costs.latency if op.kind == FETCH else 0.0))
         if op.kind == COMPUTE:
-            copies = (self._copied.get((request, layer), 0.0) for request in op.requests for layer in op.layers)
-            start = max(start, *copies)
+            # Copies that have ended have ended by now.
+            copies = [end for end, _, other in self._events if other.op.kind == COPY and _meet(op, other.op)]
+            start = max(start, *copies) if copies else start
         end = self._free[op.kind] = start + self.costs.seconds(op)
-        if op.kind == COPY:
-            self._copied.update(dict.fromkeys(itertools.product(op.requests, op.layers), end))
         completion = Completion(op, start, end, self.fail(op) if op.kind == FETCH else ())
         heapq.heappush(self._events, (end, next(self._order), completion))
+        self.next_end = self._events[0][0]
 
     def wait(self) -> Iterable[Completion]:
         if not self._events:
             return []
         self._now, _, done = heapq.heappop(self._events)
-        moved = 0 if done.op.kind == COMPUTE else done.op.tokens * len(done.op.layers) * self.costs.shape.cell_bytes
-        self._record.add(Span(done.op, done.op.kind, done.start, done.end, moved))
+        self.next_end = self._events[0][0] if self._events else math.inf
+        self._record(done)
         return [done]
+
+    def _add_span(self, done: Completion) -> None:
+        moved = 0 if done.op.kind == COMPUTE else done.op.tokens * len(done.op.layers) * self.costs.shape.cell_bytes
+        self.timeline.add(Span(done.op, done.op.kind, done.start, done.end, moved))
+
+
+def _meet(op: Op, other: Op) -> bool:
+    """Whether two ops have a request and a layer in common."""
+    bands = op.layers.start < other.layers.stop and other.layers.start < op.layers.stop
+    return bands and not set(op.requests).isdisjoint(other.requests)
 
 
 class Server:
@@ -95,7 +98,7 @@ class Server:
         costs: Costs,
         *,
         fail: Callable[[Op], Failures] = lambda op: (),
-        record: Recorder | None = None,
+        record: Callable[[Completion], object] | None = None,
         on_done: Callable[[Plane, float], None] = lambda plane, now: None,
         on_drained: Callable[[Plane], None] = lambda plane: None,
     ) -> None:
@@ -129,8 +132,9 @@ def drive(servers: Sequence[Server], pending: Pending[T], arrive: Callable[[T, f
     arrive: called with what arrives and when; it adds planes to servers. What ends at a time comes before what arrives
     then, and all that arrives at a time before any of it is started. pending may grow meanwhile.
     """
+    next_end = attrgetter("backend.next_end")
     while True:
-        server = min(servers, key=lambda server: server.backend.next_end)
+        server = min(servers, key=next_end)
         ends, arrives = server.backend.next_end, pending[0][0] if pending else math.inf
         if ends <= arrives:
             if ends == math.inf:

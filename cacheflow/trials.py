@@ -24,8 +24,8 @@ class Trial:
     """One policy's run over a batch. Times in seconds.
 
     batch: the run itself, pages released. tokens: what was generated behind each prompt, the first token included.
-    simulated: mean TTFT of the same policy in virtual time, with costs that were
-    measured in the same round. bound: with these costs, of the time until the whole batch has its first tokens.
+    simulated: mean TTFT of the same policy in virtual time, with costs that were measured in the same round.
+    bound, mean_bound: with these costs, of the time until the whole batch has its first tokens, and of the mean TTFT.
     """
 
     policy: str
@@ -33,6 +33,7 @@ class Trial:
     tokens: tuple[tuple[int, ...], ...]
     simulated: float
     bound: float
+    mean_bound: float
     summary: Summary
 
     @property
@@ -46,6 +47,10 @@ class Trial:
     @property
     def ratio_to_bound(self) -> float:
         return self.worst_ttft / self.bound
+
+    @property
+    def mean_ratio_to_bound(self) -> float:
+        return self.mean_ttft / self.mean_bound
 
     @property
     def ratio_to_simulated(self) -> float:
@@ -118,6 +123,7 @@ def _trial(engine: Engine, policy: str, generated: Sequence[Generated]) -> Trial
         tokens=tuple(tuple(one.tokens) for one in generated),
         simulated=statistics.fmean(simulation.ttft.values()),
         bound=bounds.lower(requests, engine.known_costs),
+        mean_bound=bounds.lower_mean(requests, engine.known_costs),
         summary=batch[0].timeline.summary(requests, engine.known_costs),
     )
 

@@ -11,7 +11,6 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -20,11 +19,11 @@ from cacheflow import bounds
 from cacheflow.arrivals import Prompt
 from cacheflow.costs.base import Costs
 from cacheflow.eviction import Chunk, ChunkStore
-from cacheflow.op import COMPUTE, FETCH
+from cacheflow.loop import Completion
+from cacheflow.op import COMPUTE, FETCH, Op
 from cacheflow.plane import LOADED, Plane
 from cacheflow.policies.base import Policy
 from cacheflow.simulate import Pending, Server, drive
-from cacheflow.timeline import Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +64,9 @@ class Outcome:
     evicted: int = 0
     refused: int = 0
 
-    def add(self, span: Span) -> None:
-        if span.stream in self.busy:
-            self.busy[span.stream] += span.seconds
+    def add(self, done: Completion) -> None:
+        if done.op.kind in self.busy:
+            self.busy[done.op.kind] += done.end - done.start
 
     @property
     def returning(self) -> list[Served]:
@@ -115,9 +114,17 @@ def quantiles(requests: Sequence[Served]) -> dict[str, float]:
 
 
 def remembering(costs: Costs) -> Costs:
-    """The same costs, but the last ops are not worked out again: virtual time asks for what a policy has asked for."""
+    """The same costs, but the last op is not worked out again: virtual time asks for what a policy has just asked."""
     same = copy.copy(costs)
-    same.seconds = lru_cache(maxsize=256)(costs.seconds)  # type: ignore[method-assign]
+    last: tuple[Op | None, float] = None, 0.0
+
+    def seconds(op: Op) -> float:
+        nonlocal last
+        if last[0] is not op:
+            last = op, costs.seconds(op)
+        return last[1]
+
+    same.seconds = seconds  # type: ignore[method-assign]
     return same
 
 
@@ -163,7 +170,7 @@ class _Gpu:
         self.server = Server(
             policy,
             policy.costs,
-            record=outcome,
+            record=outcome.add,
             on_done=lambda plane, now: done(self, plane, now),
             on_drained=lambda plane: self.admit(),
         )
@@ -245,10 +252,9 @@ class _Run:
         self.store.release(ticket.found, now)
         self.store.write(ticket.chunks, now)
         request = plane.request
-        columns = [column for column, stored in enumerate(request.stored) if stored]
-        widths = np.array([request.width(column) for column in columns])
-        state = np.frombuffer(b"".join(plane.state), np.uint8).reshape(plane.layers, plane.columns)
-        loaded = float(((state[:, columns] == LOADED) @ widths).sum()) / plane.layers if columns else 0.0
+        stored = [(request.width(column), column) for column in range(plane.prefix_columns) if request.stored[column]]
+        columns = list(zip(*plane.state, strict=True))
+        loaded = sum(width * columns[column].count(LOADED) for width, column in stored)
         self.outcome.served.append(
             Served(
                 id=request.id,
@@ -257,8 +263,8 @@ class _Run:
                 done=now,
                 tokens=request.tokens,
                 again=ticket.again,
-                found=int(widths.sum()),
-                loaded=loaded,
+                found=sum(width for width, _ in stored),
+                loaded=loaded / plane.layers,
                 bound=ticket.bound,
             )
         )

@@ -166,4 +166,7 @@ def _write(pages: torch.Tensor, slots: torch.Tensor, values: torch.Tensor) -> No
     written = slots >= 0
     if not bool(written.all()):
         slots, values = slots[written], values[written]
-    pages[slots // pages.shape[1], slots % pages.shape[1]] = values
+    if pages.stride(0) == pages.shape[1] * pages.stride(1):  # one row of tokens, which is faster
+        pages.flatten(0, 1).index_copy_(0, slots, values)
+    else:
+        pages[slots // pages.shape[1], slots % pages.shape[1]] = values

@@ -99,7 +99,12 @@ def add_engine(parser: Any) -> None:
     )
     parser.add_argument("--gbps", type=positive, help="put the store behind a link of so many decimal Gbit/s")
     parser.add_argument("--latency", type=positive, metavar="MS", help="milliseconds until a link's first byte")
-    parser.add_argument("--costs", metavar="COSTS.json", help="written by `cacheflow measure --out`; default: measure")
+    parser.add_argument(
+        "--costs",
+        metavar="COSTS.json",
+        help="written by `cacheflow measure --out`; default: measure. What its --learn kept in COSTS.learned.json is "
+        "taken up too where costs are refined (not by compare); neither file is changed",
+    )
 
 
 def model_folder(name: str, step: Callable[[str], None]) -> Path:
@@ -118,15 +123,19 @@ def model_folder(name: str, step: Callable[[str], None]) -> Path:
 def engine(
     args: Namespace,
     folder: Path,
-    policy: str = "two-pointer",
+    policy: str = "pipelined",
     cache_tokens: int = 16384,
     link: bool = False,
     learn: bool | None = None,
 ) -> Iterator[Engine]:
-    """An engine over the store that the arguments name, behind a link if they, or the caller, want one."""
+    """An engine over the store that the arguments name, behind a link if they, or the caller, want one.
+
+    learn: see Engine; if it may, it goes on from what was learned over the costs that the arguments name.
+    """
     import torch
 
     from cacheflow.costs.base import ModelShape
+    from cacheflow.costs.learned import Learned, beside
     from cacheflow.costs.measure import link_of
     from cacheflow.costs.measured import Measured
     from cacheflow.engine import Engine
@@ -153,7 +162,9 @@ def engine(
     ):
         if costs_file is not None:
             shape = ModelShape.of(made.model.config, made.model.dtype.itemsize)
-            made.costs = Measured.load(costs_file, shape, **link_of(store, made.layout))
+            made.costs = measured = Measured.load(costs_file, shape, **link_of(store, made.layout))
+            if learn is not False and beside(costs_file).exists():
+                made.costs = Learned.load(beside(costs_file), measured, machine=made.machine)
         yield made
 
 

@@ -35,7 +35,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--store", required=True, help="a folder, or memory:SIZE")
     parser.add_argument("--document", type=Path, required=True, metavar="FILE", help="a text file")
     parser.add_argument("--question", required=True, help="put behind the document")
-    parser.add_argument("--policy", default="two-pointer", help="default %(default)s")
+    parser.add_argument("--policy", default="pipelined", help="default %(default)s")
     parser.add_argument(
         "--answer-tokens", type=common.count, default="48", help="most tokens of the answer; default %(default)s"
     )

@@ -154,14 +154,12 @@ def _simulate(
     for i in range(args.batch):
         request = Request.of(f"r{i}", prefix=tokens, suffix=args.suffix, chunk=args.chunk, layers=len(windows))
         requests.append(Request(request.id, request.boundaries, request.stored, windows))
-    # The k-th request to finish cannot do so before k requests can; all being equal, any k.
-    lowest = [bounds.lower(requests[:k], costs) for k in range(1, len(requests) + 1)]
-    ttft = {}
+    ttft, lowest = {}, bounds.lower(requests, costs)
     for name, policy in chosen.items():
         simulation = Simulation(policy(costs), requests)
         ttft[name] = fmean(simulation.ttft.values())
-        _draw(args, f"{name}, {common.short(tokens)} tokens, {gbps:g} Gbps", simulation, requests, lowest[-1])
-    return Cell(gbps, tokens, ttft, fmean(lowest))
+        _draw(args, f"{name}, {common.short(tokens)} tokens, {gbps:g} Gbps", simulation, requests, lowest)
+    return Cell(gbps, tokens, ttft, bounds.lower_mean(requests, costs))
 
 
 def _draw(args: argparse.Namespace, title: str, simulation: Simulation, requests: list[Request], bound: float) -> None:

@@ -137,6 +137,7 @@ def add_parser(commands: Any) -> None:
     add_parts(parser)
     output = parser.add_argument_group("output")
     output.add_argument("--jobs", type=common.count, default="1", help="processes; default %(default)s")
+    output.add_argument("--compact", action="store_true", help="a column per link and load, and only mean TTFTs")
     output.add_argument("--json", action="store_true", help="print JSON, times in seconds, and nothing else")
 
 
@@ -206,7 +207,12 @@ def run(args: argparse.Namespace) -> int:
         loads.append(rate / carried[gbps])
     outcomes = _run_all(args, cases, prompts, "serving")
     rows = [Row(*row) for row in zip(cases, loads, outcomes, strict=True)]
-    (_report if args.json else _table)(args, kind, prompts, carried, rows)
+    figures = list(map(_figures, rows))
+    if args.json:
+        _report(args, kind, prompts, carried, rows[0].case.machine.name, figures)
+    else:
+        _head(args, kind, prompts, carried, rows[0].case.machine.name)
+        (_compact if args.compact else _table)(figures)
     beaten = [(row, worst) for row in rows if (worst := min(r.ttft / r.bound for r in row.outcome.served)) < SLACK]
     for row, worst in beaten:
         print(f"cacheflow: {row.case.policy} takes {worst:.3f} of the lower bound: one is wrong", file=sys.stderr)
@@ -276,12 +282,17 @@ def _figures(row: Row) -> dict[str, Any]:
 
 
 def _report(
-    args: argparse.Namespace, kind: str, prompts: list[Prompt], carried: dict[float, float], rows: list[Row]
+    args: argparse.Namespace,
+    kind: str,
+    prompts: list[Prompt],
+    carried: dict[float, float],
+    device: str,
+    figures: list[dict[str, Any]],
 ) -> None:
     common.print_json(
         {
             "model": args.model,
-            "device": rows[0].case.machine.name,
+            "device": device,
             "gpus": args.gpus,
             "at_once": args.at_once,
             "store_bytes": args.store,
@@ -291,43 +302,77 @@ def _report(
             "seed": args.seed,
             "reference": args.reference,
             "carried": [{"gbps": gbps, "rate": rate} for gbps, rate in carried.items()],
-            "rows": [_figures(row) for row in rows],
+            "rows": figures,
         }
     )
 
 
-def _table(
-    args: argparse.Namespace, kind: str, prompts: list[Prompt], carried: dict[float, float], rows: list[Row]
-) -> None:
+def _head(args: argparse.Namespace, kind: str, prompts: list[Prompt], carried: dict[float, float], device: str) -> None:
     from cacheflow import arrivals
 
     mean = sum(prompt.tokens for prompt in prompts) / len(prompts)
     store = "a store without limit" if args.store is None else f"a store of {args.store / 2**30:.4g} GiB"
     print(
-        f"{args.model} on {args.gpus} {rows[0].case.machine.name}, {store}; {len(prompts):,} prompts of {mean:,.0f} "
+        f"{args.model} on {args.gpus} {device}, {store}; {len(prompts):,} prompts of {mean:,.0f} "
         f"tokens in the mean, {kind} arrivals, at most {args.at_once} at once on a GPU"
     )
     offered = f"; the trace's own rate is {arrivals.rate(prompts):.2f}" if kind == "trace" else ""
     for gbps, rate in carried.items():
         print(f"{gbps:g} Gbps: {args.reference} carries {rate:.2f} prompts/s ({rate * mean:,.0f} tokens/s){offered}")
+    print()
+
+
+def _table(figures: list[dict[str, Any]]) -> None:
     headers = ["Gbps", "load", "evict", "policy", *(f"TTFT\n{q}" for q in ("mean", "p50", "p95", "p99"))]
     headers += ["back\nmean", "back\np95", "hit", "re-\ncomputed", "busy\ncompute", "busy\nlink", "prompts\n/s"]
     lines = []
-    for row in rows:
-        figures = _figures(row)
-        times = [_seconds(figures["ttft_seconds"].get(q)) for q in ("mean", "p50", "p95", "p99")]
-        times += [_seconds(figures["returning_ttft_seconds"].get(q)) for q in ("mean", "p95")]
-        shares = [f"{figures[k]:.0%}" for k in ("hit_share", "recompute_share", "busy_compute", "busy_link")]
-        load = "" if row.load is None else f"{row.load:.2f}"
-        names = [f"{row.case.gbps:g}", load, row.case.evict, row.case.policy]
-        lines.append([*names, *times, *shares, f"{row.outcome.rate:.2f}"])
-    print()
+    for row in figures:
+        times = [_seconds(row["ttft_seconds"].get(q)) for q in ("mean", "p50", "p95", "p99")]
+        times += [_seconds(row["returning_ttft_seconds"].get(q)) for q in ("mean", "p95")]
+        shares = [f"{row[k]:.0%}" for k in ("hit_share", "recompute_share", "busy_compute", "busy_link")]
+        names = [f"{row['gbps']:g}", _load(row), row["evict"], row["policy"]]
+        lines.append([*names, *times, *shares, f"{row['rate']:.2f}"])
     print(common.table(lines, headers, right=[0, 1, *range(4, len(headers))]))
     print(
         "\nTTFT in s, simulated. load: rate over what the reference carries. back: prompts that share more than their\n"
         "first chunk with one before. hit: of all tokens those that the store had; recomputed: of those. busy: of the\n"
         "time of all GPUs."
     )
+
+
+def _compact(figures: list[dict[str, Any]]) -> None:
+    """A row per eviction and policy, a column per link and load."""
+    columns = list(dict.fromkeys((row["gbps"], _load(row)) for row in figures))
+    cells = {(row["evict"], row["policy"], row["gbps"], _load(row)): row for row in figures}
+    best: dict[tuple[float, str], float] = {}
+    for row in figures:
+        at = row["gbps"], _load(row)
+        best[at] = min(best.get(at, math.inf), row["ttft_seconds"]["mean"])
+    lines = []
+    for evict, policy in dict.fromkeys((row["evict"], row["policy"]) for row in figures):
+        line = [evict, policy]
+        for at in columns:
+            row = cells[(evict, policy, *at)]
+            mean, back = row["ttft_seconds"]["mean"], row["returning_ttft_seconds"].get("mean")
+            line.append(
+                f"{'*' if mean == best[at] else ''}{_short(mean)}{'' if back is None else f' ({_short(back)})'}"
+            )
+        lines.append(line)
+    headers = ["evict", "policy", *(f"{gbps:g} Gbps\n{load}".rstrip() for gbps, load in columns)]
+    print(common.table(lines, headers, right=range(2, len(headers))))
+    print(
+        "\nMean TTFT in s, simulated: of all prompts, and (of those that share more than their first chunk with one\n"
+        "before). * best. Under the link's speed, the load: the rate over what the reference carries."
+    )
+
+
+def _load(row: dict[str, Any]) -> str:
+    return "" if row["load"] is None else f"{row['load']:.2f}"
+
+
+def _short(seconds: float) -> str:
+    """Three digits, more only before the point."""
+    return f"{seconds:.2f}" if seconds < 9.995 else f"{seconds:.1f}" if seconds < 99.95 else f"{seconds:,.0f}"
 
 
 def _seconds(value: float | None) -> str:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cacheflow.op import COMPUTE, FETCH, Kind, Op, Part
+from cacheflow.op import COMPUTE, FETCH, Kind, Op
 
 Positions = TypeVar("Positions", int, NDArray[np.int64])
 
@@ -73,34 +73,33 @@ class ModelShape:
             dtype_bytes=dtype_bytes,
         )
 
-    @property
+    @cached_property
     def cell_bytes(self) -> int:
         """KV bytes of one token at one layer."""
         return 2 * self.kv_heads * self.head_dim * self.dtype_bytes
 
-    @property
+    @cached_property
     def project_flops(self) -> int:
         """FLOPs to project one token's K and V at one layer."""
         return 4 * self.hidden * self.kv_heads * self.head_dim
 
-    @property
+    @cached_property
     def advance_flops(self) -> int:
         """FLOPs of the GEMMs that advance one token through one layer: Q and output projection, MLP."""
         return 4 * self.hidden * self.heads * self.head_dim + 6 * self.hidden * self.intermediate
 
-    @property
+    @cached_property
     def pair_flops(self) -> int:
         """FLOPs of attention per (query, key) pair at one layer, all heads: Q K^T and P V."""
         return 4 * self.heads * self.head_dim
 
-    @property
+    @cached_property
     def head_flops(self) -> int:
         """FLOPs of the language-model head for one token."""
         return 2 * self.hidden * self.vocab
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """Queries [start, stop) of one sequence that attention at one layer answers, and the window they see through."""
 
     start: int
@@ -114,19 +113,18 @@ class Span:
 
 
 def _pairs(start: Positions, stop: Positions, window: int | None) -> Positions:
+    if window is None:
+        return (stop * (stop + 1) - start * (start + 1)) // 2
     return _keys(stop, window) - _keys(start, window)
 
 
-def _keys(tokens: Positions, window: int | None) -> Positions:
+def _keys(tokens: Positions, window: int) -> Positions:
     """Keys seen by all queries before position `tokens`."""
-    if window is None:
-        return tokens * (tokens + 1) // 2
     beyond = (tokens > window) * (tokens - window)
     return (tokens - beyond) * (tokens - beyond + 1) // 2 + beyond * window
 
 
-@dataclass(frozen=True)
-class LayerWork:
+class LayerWork(NamedTuple):
     """What one layer of a compute op does: tokens projected, and the spans that are advanced."""
 
     project: int
@@ -134,7 +132,7 @@ class LayerWork:
 
     @property
     def advance(self) -> int:
-        return sum(span.stop - span.start for span in self.spans)
+        return sum([span.stop - span.start for span in self.spans])
 
 
 class Costs(ABC):
@@ -186,7 +184,9 @@ class Costs(ABC):
 
     def fixed(self, kind: Kind) -> float:
         """Seconds that every op of a kind costs at least, whatever it holds."""
-        return {COMPUTE: self.compute_fixed, FETCH: self.fetch_seconds}.get(kind, self.copy_seconds)
+        if kind == COMPUTE:
+            return self.compute_fixed
+        return self.fetch_seconds if kind == FETCH else self.copy_seconds
 
     def load_seconds(self, cells: int) -> float:
         """Seconds that the link needs to move so many (token, layer) pairs of KV."""
@@ -205,25 +205,22 @@ class Costs(ABC):
         for work, count in self.layer_works(op).items():
             total += count * self.layer_seconds(work)
         if op.layers.stop == self.shape.layers:
-            total += self.head_seconds(sum(part.advance for part in op.parts))
+            total += self.head_seconds(sum([part.advance for part in op.parts]))
         return total
 
-    def layer_works(self, op: Op) -> Counter[LayerWork]:
+    def layer_works(self, op: Op) -> dict[LayerWork, int]:
         """The work of each layer of a compute op, equal layers counted together."""
-        below = Counter(self.shape.windows[layer] for layer in op.layers[:-1])
-        project = sum(part.tokens for part in op.parts if part.project)
-        works: Counter[LayerWork] = Counter()
-        for window, count in below.items():
-            works[LayerWork(project, tuple(Span(p.start, p.stop, window) for p in op.parts))] += count
-        top = op.layers[-1]
-        window = self.shape.windows[top]
-        spans = (self._top_span(part, top, window) for part in op.parts if part.advance)
-        works[LayerWork(project, tuple(spans))] += 1
+        below, top = self.shape.windows[op.layers.start : op.layers.stop - 1], op.layers.stop - 1
+        project = sum([p.stop - p.start for p in op.parts if p.project])
+        works: dict[LayerWork, int] = {}
+        for window in dict.fromkeys(below):
+            work = LayerWork(project, tuple([Span(p.start, p.stop, window) for p in op.parts]))
+            works[work] = below.count(window)
+        window, last = self.shape.windows[top], top == self.shape.layers - 1
+        spans = [Span(p.stop - 1 if last else p.start, p.stop, window) for p in op.parts if p.advance]
+        work = LayerWork(project, tuple(spans))
+        works[work] = works.get(work, 0) + 1
         return works
-
-    def _top_span(self, part: Part, layer: int, window: int | None) -> Span:
-        start = part.stop - 1 if layer == self.shape.layers - 1 else part.start
-        return Span(start, part.stop, window)
 
     def cell_marginals(self, start: Positions, stop: Positions, layer: int) -> tuple[Any, Any]:
         """The least seconds that projecting, and advancing, tokens [start, stop) at a layer adds to any op.

@@ -20,7 +20,7 @@ from kernels.batch import Part, RaggedBatch
 from models.decoder import Decoder
 
 TOKENS = (1, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-QUERIES = (1, 16, 128, 512, 2048)
+QUERIES = (1, 16, 128, 512, 1024, 2048)
 CONTEXTS = (0, 256, 1024, 2048, 4096)
 BAND = 3  # layers timed together, so that weights come from memory as they do in a real pass
 REPEATS = (4, 9)  # of a timing: at least, and at most while SECONDS have not passed

@@ -70,11 +70,11 @@ class Roofline(Costs):
         self.layer_fixed = device.layer_seconds
 
     def layer_seconds(self, work: LayerWork) -> float:
-        shape = self.shape
-        flops = work.project * shape.project_flops + work.advance * shape.advance_flops
-        weights = (work.project > 0) * shape.project_flops + (work.advance > 0) * shape.advance_flops
+        shape, advance = self.shape, work.advance
+        flops = work.project * shape.project_flops + advance * shape.advance_flops
+        weights = (work.project > 0) * shape.project_flops + (advance > 0) * shape.advance_flops
         gemm = max(flops / self.device.gemm, weights / 2 * shape.dtype_bytes / self.device.memory)
-        attention = sum(span.pairs for span in work.spans) * self.pair_marginal
+        attention = sum([span.pairs for span in work.spans]) * self.pair_marginal
         return self.layer_fixed + gemm + attention
 
     def head_seconds(self, tokens: int) -> float:

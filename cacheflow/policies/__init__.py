@@ -15,7 +15,7 @@ def available() -> dict[str, type[Policy]]:
     for module_info in pkgutil.iter_modules(__path__):
         module = importlib.import_module(f"{__name__}.{module_info.name}")
         for cls in vars(module).values():
-            if inspect.isclass(cls) and issubclass(cls, Policy) and cls.__module__ == module.__name__ and cls.name:
+            if inspect.isclass(cls) and issubclass(cls, Policy) and "name" in vars(cls) and cls.name:
                 found[cls.name] = cls
     return dict(sorted(found.items(), key=lambda item: item[1].rank))
 

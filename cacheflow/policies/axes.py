@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, compress
+from operator import mul
 from typing import Any, ClassVar
 
 from cacheflow.op import COMPUTE, FETCH, Op
@@ -28,6 +28,7 @@ class Axis(ABC):
     def __init__(self, policy: Policy, plane: Plane) -> None:
         self.policy = policy
         self.plane = plane
+        self.prefix = plane.request.prefix
         self.widths = [plane.request.width(column) for column in range(plane.prefix_columns)]
 
     @abstractmethod
@@ -97,7 +98,7 @@ class Axis(ABC):
     def _loaded_at(self, now: float) -> float:
         """When the link could have loaded all that is unclaimed."""
         plane, costs = self.plane, self.policy.costs
-        cells = sum(w * n for w, n, a in zip(self.widths, plane.unclaimed, plane.available, strict=False) if a)
+        cells = sum(compress(map(mul, self.widths, plane.unclaimed), plane.available))
         return self.policy.free_at(LINK, now) + costs.fixed(FETCH) + costs.load_seconds(cells)
 
 
@@ -122,7 +123,7 @@ class TokenAxis(Axis):
         if not self.plane.available[self.plane.columns_of(part)[0]]:
             return None
         layers = op.layers[: max(1, round(share * len(op.layers)))]
-        return Op(COMPUTE, layers, (replace(part, advance=part.advance or layers != op.layers),))
+        return Op(COMPUTE, layers, (part._replace(advance=part.advance or layers != op.layers),))
 
     def _pass_end(self, first: int, now: float) -> int:
         """One past the last column of the next pass: most of those that compute will get before the pointers meet.
@@ -202,23 +203,23 @@ class LayerAxis(Axis):
     def compute_unit(self, now: float) -> tuple[Op | None, float]:
         plane = self.plane
         for group in self.groups:
-            for layer, row in enumerate(plane.state):
-                if row.find(EMPTY, group.start, group.stop) >= 0 and any(plane.loadable(c, layer) for c in group):
+            for layer in plane.empty_layers(group):
+                if any(plane.loadable(c, layer) for c in group):
                     return self._row(layer, group)
         return None, 0.0
 
     def _row(self, layer: int, group: range) -> tuple[Op | None, float]:
         """The leftmost pass over the row, up to the token budget, of columns that all go on or all end here."""
-        plane, state = self.plane, self.plane.state[layer]
-        ready = (c for c in group if state[c] == EMPTY and plane.height[c] == layer and plane.needed(c, layer))
+        plane, height, unclaimed = self.plane, self.plane.height, self.plane.unclaimed
+        state, need = plane.state[layer], plane.need[layer]
+        ready = (c for c in group if state[c] == EMPTY and height[c] == layer and need[c])
         first = next(ready, None)
         if first is None:
             return None, 0.0
-        last, tokens = first + 1, plane.request.width(first)
-        advance = plane.unclaimed[first] > 1
+        last, end = first + 1, plane.within(first, self.policy.token_budget)
+        advance = unclaimed[first] > 1
         for column in ready:
-            tokens += plane.request.width(column)
-            if column != last or tokens > self.policy.token_budget or (plane.unclaimed[column] > 1) != advance:
+            if column != last or column == end or (unclaimed[column] > 1) != advance:
                 break
             last += 1
         part = plane.part(first, last, advance=advance)
@@ -240,11 +241,11 @@ class LayerAxis(Axis):
         return Op(FETCH, op.layers, self.plane.parts(columns)) if columns else None
 
     def compute_seconds(self, op: Op) -> float:
-        return self._row_seconds * op.tokens / max(1, self.plane.request.prefix)
+        return self._row_seconds * op.tokens / max(1, self.prefix)
 
     def fetch_unit(self) -> Op | None:
         for group in self.groups:
-            for layer in reversed(range(self.plane.layers)):
+            for layer in self.plane.empty_layers(group, down=True):
                 op = self.policy.fetch_row(self.plane, layer, reversed(group))
                 if op is not None:
                     return op
@@ -257,8 +258,8 @@ class LayerAxis(Axis):
         return meeting_seconds([self._row_seconds] * plane.layers, [fetch] * plane.layers)
 
     def recompute_seconds(self, limit: float = float("inf")) -> float:
-        cells = sum(width * count for width, count in zip(self.widths, self.plane.unclaimed, strict=False))
-        rows = cells / max(1, self.plane.request.prefix)
+        cells = sum(map(mul, self.widths, self.plane.unclaimed))
+        rows = cells / max(1, self.prefix)
         # The highest row is only projected.
         return self._row_seconds * max(rows - 1, 0.0) + self._top_row_seconds * min(rows, 1.0)
 
@@ -272,7 +273,7 @@ class LayerAxis(Axis):
         return self._seconds(advance=False)
 
     def _seconds(self, advance: bool) -> float:
-        row = [replace(part, advance=advance) for part in self.plane.parts(range(self.plane.prefix_columns))]
+        row = [part._replace(advance=advance) for part in self.plane.parts(range(self.plane.prefix_columns))]
         return self.policy.costs.seconds(Op(COMPUTE, range(1), tuple(row))) if row else 0.0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from itertools import accumulate
 from typing import ClassVar
 
 from cacheflow.costs.base import Costs
@@ -12,6 +13,7 @@ from cacheflow.plane import EMPTY, Plane
 
 LINK = "link"
 KINDS = {"compute": COMPUTE, LINK: FETCH}
+RESOURCES = {kind: resource for resource, kind in KINDS.items()}
 
 
 class Policy(ABC):
@@ -99,13 +101,12 @@ class Policy(ABC):
 
     def _ended(self, op: Op, seconds: float | None) -> bool:
         """Whether an op was in flight for it: not any more, where another part of it has failed."""
-        for resource, kind in KINDS.items():
-            if op.kind == kind:
-                for i, (queued, estimate) in enumerate(self._queued[resource]):
-                    if _covers(queued, op):
-                        del self._queued[resource][i]
-                        self._free[resource] += 0.0 if seconds is None else seconds - estimate
-                        return True
+        resource = RESOURCES.get(op.kind, "")
+        for i, (queued, estimate) in enumerate(self._queued.get(resource, ())):
+            if queued is op or _covers(queued, op):
+                del self._queued[resource][i]
+                self._free[resource] += 0.0 if seconds is None else seconds - estimate
+                return True
         return False
 
     # What a policy decides
@@ -150,22 +151,17 @@ class Policy(ABC):
 
     def fetch_row(self, plane: Plane, layer: int, columns: Iterable[int]) -> Op | None:
         """The loadable ones of `columns` at a layer, or the first of them that fit a staging buffer."""
-        chosen: list[int] = []
-        tokens = 0
-        empty = plane.state[layer].find(EMPTY, 0, plane.prefix_columns) >= 0
-        for column in columns if empty else ():
-            if plane.loadable(column, layer):
-                tokens += plane.request.width(column)
-                if chosen and self.staging_cells is not None and tokens > self.staging_cells:
-                    break
-                chosen.append(column)
+        if plane.state[layer].find(EMPTY, 0, plane.prefix_columns) < 0:
+            return None
+        chosen = plane.loadable_columns(columns, layer)
+        if self.staging_cells is not None:
+            tokens = accumulate(map(plane.request.width, chosen))
+            chosen = chosen[: max(1, sum(so_far <= self.staging_cells for so_far in tokens))]
         return Op(FETCH, range(layer, layer + 1), plane.parts(chosen)) if chosen else None
 
     def repair(self, plane: Plane) -> Op | None:
         """Compute what only compute can bring: holes and failed loads left to right, and, all else done, the suffix."""
-        for column in range(plane.columns):
-            if not plane.must_compute(column):
-                continue
+        for column in plane.compute_only:
             if column >= plane.prefix_columns:
                 return plane.climb(column, self.token_budget) if plane.restored else None
             op = plane.climb(column, self.token_budget, last=plane.prefix_columns)

@@ -17,14 +17,12 @@ class LayerwiseLoad(Policy):
         return next(filter(None, map(self._climb, self.active())), None)
 
     def _climb(self, plane: Plane) -> Op | None:
-        columns = (c for c in range(plane.columns) if plane.must_compute(c))
-        return next(filter(None, (plane.climb(c, self.token_budget) for c in columns)), None)
+        return next(filter(None, (plane.climb(c, self.token_budget) for c in plane.compute_only)), None)
 
     def next_fetch(self, now: float) -> Op | None:
         rows = (
             self.fetch_row(plane, layer, range(plane.prefix_columns))
             for plane in self.active()
-            if any(plane.unclaimed[: plane.prefix_columns])
-            for layer in range(plane.layers)
+            for layer in plane.empty_layers(range(plane.prefix_columns))
         )
         return next(filter(None, rows), None)

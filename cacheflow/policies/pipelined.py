@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from cacheflow.op import COMPUTE, FETCH, Op
-from cacheflow.plane import EMPTY, Plane
+from cacheflow.plane import EMPTY, LOADING, Plane
 from cacheflow.policies.base import LINK, Policy
 from cacheflow.policies.stairs import Planner, Stairs, plan_batch
 
-OVERTAKEN = 16  # requests that came later and may end before one; after that it goes first
+OVERTAKEN = 16  # requests that came later and end before one; after that it goes first
+JOINED = 100  # times its fixed cost: up to which an op goes through more layers than one
+TRIED = 8  # columns that compute may take over when the first of them cannot go
 MEMORY = 0.7  # share of what is known of the link's speed that one more fetch leaves in place; a guess
 
 
@@ -19,8 +24,10 @@ class Pipelined(Policy):
     the layer's other cells have landed. The link runs ahead in the order in which that needs them. Splits are chosen so
     that both sides end together, and moved when they turn out not to.
 
-    Requests are finished one after another, the shortest first, and none is overtaken by more than OVERTAKEN that came
-    after it; what one leaves of a resource goes to the next. Splits of a batch are chosen together.
+    Requests are finished one after another; what one leaves of a resource goes to the next. Splits of a batch are
+    chosen together, by `objective`. First come those with a deadline, the earliest first, as many as can keep theirs;
+    then the one with the least left to do. When OVERTAKEN that came later have ended before a request, it goes first on
+    both resources, and others get only what it cannot use.
     """
 
     name = "pipelined"
@@ -30,14 +37,21 @@ class Pipelined(Policy):
         super().__init__(*args, **options)
         self.slowdown = 1.0  # of the link against its estimates
         self._climbs: dict[str, _Climb] = {}
+        self._ranked: list[_Climb] | None = None  # who is served before whom; None: to be found out
         self._wave = 0  # requests that are added with nothing asked between them come at the same time
 
     def add(self, plane: Plane) -> None:
         super().add(plane)
         self._climbs[plane.request.id] = _Climb(self, plane, self._wave)
+        self._ranked = None
+
+    def cancel(self, request: str) -> None:
+        super().cancel(request)
+        self._ranked = None
 
     def remove(self, request: str) -> None:
         super().remove(request)
+        self._ranked = None
         gone = self._climbs.pop(request)
         for climb in self._climbs.values():
             climb.overtaken += gone.plane.done and climb.wave < gone.wave
@@ -47,12 +61,42 @@ class Pipelined(Policy):
         estimate = self.costs.seconds(op) if op.kind == FETCH else 0.0
         if estimate > 0:
             self.slowdown = MEMORY * self.slowdown + (1 - MEMORY) * seconds / estimate
+        for request in op.requests if op.kind != COMPUTE else ():
+            copying = self._climbs[request].copying
+            (copying.update if op.kind == FETCH else copying.subtract)(op.layers)
+
+    def failed(self, op: Op, reason: str) -> None:
+        super().failed(op, reason)
+        for request in op.requests:
+            self._climbs[request].changed()
 
     def next_compute(self, now: float) -> Op | None:
         order = self._order(now)
-        op = next(filter(None, (climb.next_compute(now) for climb in order)), None)
-        if op is None and not self._queued["compute"]:
-            op = next(filter(None, (climb.take_over(now) for climb in order)), None)
+        free, room = self.free_at("compute", now), float("inf")
+        for i, climb in enumerate(order):
+            op = climb.next_compute(now, room)
+            if op is not None:
+                return self._with_others(op, order[i + 1 :], now)
+            # What others do meanwhile may make it late by no more than all of those would be, were nothing done.
+            behind = 0 if climb.overtaken >= OVERTAKEN else len(order) - 1 - i
+            room = min(room, (climb.waits_until(now) - free) * (1 + behind))
+        if self._queued["compute"] or any(climb.next_compute(now, float("inf")) for climb in order):
+            return None
+        return next(filter(None, (climb.take_over(now) for climb in order)), None)
+
+    def _with_others(self, op: Op, behind: list[_Climb], now: float) -> Op:
+        """The op, and what others can do at its layers, where that makes the sum of first tokens come sooner: with k
+        requests in an op, one more is worth it if its own op takes longer than it would delay all k + 1."""
+        for climb in behind:
+            other = climb.next_compute(now, float("inf")) if climb.layer == op.layers.start else None
+            if other is None or other.layers != op.layers or op.tokens + other.tokens > self.token_budget:
+                continue
+            alone = self.costs.seconds(other)
+            if alone < 2 * climb.planner.marginal(other):
+                continue  # it has work enough of its own
+            both = Op(COMPUTE, op.layers, op.parts + other.parts)
+            if (len(op.requests) + 1) * (self.costs.seconds(both) - self.costs.seconds(op)) < alone:
+                op = both
         return op
 
     def next_fetch(self, now: float) -> Op | None:
@@ -62,12 +106,12 @@ class Pipelined(Policy):
 
     def _order(self, now: float) -> list[_Climb]:
         """Who is served before whom; those that are new have a plan from here on."""
-        climbs = [self._climbs[plane.request.id] for plane in self.active()]
-        climbs.sort(key=lambda climb: (0, climb.wave) if climb.overtaken >= OVERTAKEN else (1, climb.alone))
         self._wave += 1
-        if not all(climb.tops is not None for climb in climbs):
-            self._plan(climbs, now)
-        return climbs
+        if self._ranked is None:
+            self._ranked = _rank([self._climbs[plane.request.id] for plane in self.active()], now)
+            if not all(climb.tops is not None for climb in self._ranked):
+                self._plan(self._ranked, now)
+        return [climb for climb in self._ranked if not climb.plane.done]
 
     def _plan(self, order: list[_Climb], now: float) -> None:
         """Splits for requests that nothing was begun for, which may have been planned before others came."""
@@ -81,18 +125,34 @@ class Pipelined(Policy):
         if len(open_to_stairs) == 1:
             chosen = [open_to_stairs[0].planner.best(most[0], *ahead)]
         else:
-            chosen = plan_batch([climb.planner for climb in open_to_stairs], most, *ahead) if open_to_stairs else []
+            planners = [climb.planner for climb in open_to_stairs]
+            chosen = plan_batch(planners, most, *ahead, self.objective) if planners else []
         for climb in climbs:
             climb.follow(chosen.pop(0) if not climb.windowed else None)
 
-    def link_seconds(self, tokens: int, layers: int = 1) -> float:
-        """What moving so much takes, by what the link was seen to do."""
-        return self.slowdown * self.costs.load_seconds(tokens * layers)
+    @staticmethod
+    def objective(mean: float, last: float) -> float:
+        """What a batch's plan keeps low, of the mean and the last of its times to first token: one per cent of the one
+        is worth one per cent of the other."""
+        return mean * last
+
+    def link_seconds(self, cells: int) -> float:
+        """What moving so many (token, layer) pairs takes, by what the link was seen to do."""
+        return self.slowdown * self.costs.load_seconds(cells)
 
     @property
     def compute_queued(self) -> bool:
         """Whether anything is queued on compute."""
         return bool(self._queued["compute"])
+
+    def lands(self, request: str, layer: int, now: float) -> float:
+        """Estimated time at which what is in flight of a request's layer has landed; infinite if nothing is."""
+        time = self.free_at(LINK, now)
+        for op, seconds in reversed(self._queued[LINK]):
+            if request in op.requests and layer in op.layers:
+                return time
+            time -= seconds
+        return float("inf")
 
     def _hidden_columns(self, climb: _Climb) -> int:
         """How many leading columns of a request may wait between layers, beside what others were promised."""
@@ -103,6 +163,44 @@ class Pipelined(Policy):
         columns = next((c for c in range(count) if bounds[c + 1] > left), count)
         climb.promised = bounds[columns]
         return columns
+
+
+class Worst(Pipelined):
+    """The same for the last first token of a batch, whatever that does to the mean."""
+
+    @staticmethod
+    def objective(mean: float, last: float) -> float:
+        return last
+
+
+def _rank(climbs: list[_Climb], now: float) -> list[_Climb]:
+    """Who is served before whom, see Pipelined.
+
+    Of requests with deadlines, each for itself and one after another, the fewest are late if they come by deadline and,
+    whenever one would be late, the longest of those so far is put off (Moore and Hodgson, 1968).
+    """
+    first = sorted((c for c in climbs if c.overtaken >= OVERTAKEN), key=lambda climb: climb.wave)
+    in_time, end = list[_Climb](), now + sum(climb.seconds_left for climb in first)
+    for climb in sorted((c for c in climbs if c not in first), key=lambda climb: climb.due(now)):
+        if climb.due(now) == float("inf"):
+            break
+        in_time.append(climb)
+        end += climb.seconds_left
+        if end > climb.due(now):
+            longest = max(in_time, key=lambda climb: climb.seconds_left)
+            in_time.remove(longest)
+            end -= longest.seconds_left
+    others = [climb for climb in climbs if climb not in first and climb not in in_time]
+    return first + in_time + sorted(others, key=lambda climb: climb.seconds_left)
+
+
+class _Run(NamedTuple):
+    """Columns [first, last) that stand at the same height and have the same cells filled below `top`, the layer up to
+    which compute has something to do for them."""
+
+    first: int
+    last: int
+    top: int
 
 
 class _Climb:
@@ -122,23 +220,42 @@ class _Climb:
         self.tops: list[int] | None = None
         self.windowed = any(plane.request.windows)
         self.alone = self.planner.best(plane.prefix_columns).seconds
+        self._due: float | None = None
         self.promised = 0
         self.wave = wave
         self.overtaken = 0
+        self.copying: Counter[int] = Counter()  # by layer, copies in flight
+        self._cut: set[int] = set()  # the first and the last layer of which something is loaded
         self._next_row = 0  # no layer below has anything to load
+        self._runs: list[_Run] | None = None  # see _pending; None: to be looked at anew
+
+    def due(self, now: float) -> float:
+        """When its first token is wanted, counted from when this is first asked; infinite: any time."""
+        if self._due is None:
+            self._due = now + self.plane.request.deadline
+        return self._due
+
+    @property
+    def seconds_left(self) -> float:
+        """About how many seconds it still takes, alone."""
+        return self.alone * (1 - self.layer / self.plane.layers)
+
+    @property
+    def layer(self) -> int:
+        """Where the suffix stands."""
+        return min(self.plane.height[self.plane.prefix_columns :])
 
     @property
     def begun(self) -> bool:
         """Whether anything was filled, or is in flight."""
-        plane = self.plane
-        return plane.in_flight > 0 or any(plane.height) or plane.unclaimed != plane.missing
+        return any(map(any, self.plane.state))
 
     def left(self) -> tuple[float, float]:
         """About how many seconds of compute and of the link its plan still takes; 0 before anything was begun."""
         if self.stairs is None or not self.begun:
             return 0.0, 0.0
         plane = self.plane
-        climbed, loaded = min(plane.height[plane.prefix_columns :]) / plane.layers, self._next_row / plane.layers
+        climbed, loaded = self.layer / plane.layers, self._next_row / plane.layers
         return self.stairs.compute * (1 - climbed), self.stairs.link * (1 - loaded)
 
     def follow(self, stairs: Stairs | None) -> None:
@@ -147,34 +264,52 @@ class _Climb:
         count = self.plane.prefix_columns
         self.tops = [1] * count if stairs is None else stairs.tops(count, self.plane.layers)
         self.promised = sum(self.plane.request.width(c) for c, top in enumerate(self.tops) if top > 1)
+        self._cut = {min(self.tops, default=0), self.plane.layers - 1}
+        self.changed()
+
+    def changed(self) -> None:
+        """What compute and link have still to do is to be looked at anew."""
+        self._next_row = 0
+        self._runs = None
 
     # Planned
 
-    def next_compute(self, now: float) -> Op | None:
-        """The lowest launch that can go. The suffix waits for its layer's loads as long as something else runs."""
-        plane = self.plane
-        pending = [c for c in range(plane.columns) if self._pending(c)]
-        suffix = [c for c in pending if c >= plane.prefix_columns]
-        bottom = min((plane.height[c] for c in suffix), default=plane.layers)
-        for layer in sorted({plane.height[c] for c in pending}):
-            columns = [c for c in pending if plane.height[c] == layer]
+    def next_compute(self, now: float, room: float) -> Op | None:
+        """The lowest launch that can go, no longer than `room` seconds. The suffix waits for its layer's loads as long
+        as something else runs."""
+        plane, height = self.plane, self.plane.height
+        runs = [run for run in self._pending() if self._unfinished(run)]
+        bottom = min((height[run.first] for run in runs if run.last > plane.prefix_columns), default=plane.layers)
+        for layer in sorted({height[run.first] for run in runs}):
+            here = [run for run in runs if height[run.first] == layer]
             # Below the suffix there are failed loads, and columns that compute took over.
-            op = self._first_climb(columns) if layer < bottom else self._launch(layer, columns)
+            op = self._first_climb(here, room) if layer < bottom else self._launch(layer, here, now, room)
             if op is not None or (layer == bottom and self.policy.compute_queued):
                 return op
         return None
+
+    def waits_until(self, now: float) -> float:
+        """Estimated time at which the loads have landed that the suffix waits for; infinite if it waits for none."""
+        plane, layer = self.plane, self.layer
+        columns = (c for c in range(plane.prefix_columns) if layer < plane.layers and plane.loadable(c, layer))
+        tokens = sum(map(plane.request.width, columns))
+        if tokens:
+            return self.policy.free_at(LINK, now) + self.policy.link_seconds(tokens)
+        return self.policy.lands(plane.request.id, layer, now)
 
     def next_fetch(self, now: float) -> Op | None:
         plane, tops = self.plane, self.tops
         assert tops is not None
         for layer in range(self._next_row, plane.layers):
-            row = (c for c in range(plane.prefix_columns) if tops[c] <= layer)
+            row = [c for c in range(plane.prefix_columns) if tops[c] <= layer]
+            if layer in self._cut and row:
+                pieces = self.planner.pieces(row[0])
+                loadable = [c for c in row if plane.loadable(c, layer)]
+                row = loadable[: -(-len(row) // pieces)]
             op = self.policy.fetch_row(plane, layer, row)
             if op is not None:
                 return op
-            # Behind windows a cell may be needed later, when a load has failed.
-            if not self.windowed and EMPTY not in plane.state[layer][: plane.prefix_columns]:
-                self._next_row = max(self._next_row, layer)
+            self._next_row = layer + 1
         return None
 
     # Where estimates were wrong
@@ -187,99 +322,202 @@ class _Climb:
         layer = tops[column] - 1 if column >= 0 else 0
         if layer < 1 or not plane.loadable(column, layer):
             return None
-        bottom = min(plane.height[plane.prefix_columns :])
-        reached = policy.free_at("compute", now) + (layer - bottom - 1) * self.alone / plane.layers
+        reached = policy.free_at("compute", now) + (layer - self.layer - 1) * self.alone / plane.layers
         landed = policy.free_at(LINK, now) + policy.link_seconds(plane.request.width(column))
         if landed + policy.costs.fixed(FETCH) >= reached:
             return None
         tops[column] = layer
+        self.changed()
         return policy.fetch_row(plane, layer, [column])
 
     def take_over(self, now: float) -> Op | None:
-        """A climb of a column that was to be loaded, where compute has nothing else to do and the link is behind."""
-        plane, policy = self.plane, self.policy
-        left = sum(
-            plane.request.width(c) * plane.unclaimed[c] for c in range(plane.prefix_columns) if plane.available[c]
-        )
-        column = next((c for c in range(plane.prefix_columns) if plane.available[c] and plane.unclaimed[c]), None)
-        if column is None or self.windowed:
+        """A climb of columns that were to be loaded, where compute has nothing else to do and the link is behind: the
+        leftmost that can, as many as compute brings sooner than the link."""
+        plane, policy, tops = self.plane, self.policy, self.tops
+        open_to_it = [c for c in range(plane.prefix_columns) if plane.available[c] and plane.unclaimed[c]]
+        if self.windowed or not open_to_it:
             return None
-        op = plane.climb(column, policy.token_budget, last=column + 1)
-        if op is None or policy.hidden_left() < op.tokens:
-            return None
-        band = range(plane.height[column], plane.layers)
-        climb = policy.costs.seconds(Op(COMPUTE, band, (plane.part(column, column + 1, advance=False),)))
-        spared = policy.link_seconds(plane.request.width(column), plane.unclaimed[column])
-        if climb >= policy.free_at(LINK, now) - now + policy.link_seconds(left) - spared:
-            return None
-        assert self.tops is not None
-        self.tops[column] = plane.layers
-        return op
+        assert tops is not None
+        left = self._load_seconds(open_to_it)
+        for column in open_to_it[:TRIED]:
+            taken: Op | None = None
+            for last in (column + count for count in (1, 2, 4, 8) if column + count <= plane.prefix_columns):
+                op = plane.climb(column, policy.token_budget, last)
+                if op is None or policy.hidden_left() < op.tokens:
+                    break
+                columns = range(*plane.columns_of(op.parts[0]))
+                band = range(op.layers.start, plane.layers)
+                part = plane.part(columns.start, columns.stop, advance=False)
+                ends = policy.free_at(LINK, now) - now + left - self._load_seconds(columns)
+                if len(columns) < last - column or policy.costs.seconds(Op(COMPUTE, band, (part,))) >= ends:
+                    break
+                taken = op
+            if taken is not None:
+                first, last = plane.columns_of(taken.parts[0])
+                tops[first:last] = [plane.layers] * (last - first)
+                self.changed()
+                return taken
+        return None
+
+    def _load_seconds(self, columns: Iterable[int]) -> float:
+        """What the link takes for the cells of columns that nobody has begun to fill."""
+        plane = self.plane
+        return self.policy.link_seconds(sum(plane.request.width(c) * plane.unclaimed[c] for c in columns))
 
     # Launches
 
-    def _pending(self, column: int) -> bool:
-        """Whether compute has something to do for the column."""
+    def _pending(self) -> list[_Run]:
+        """What compute has to do, left to right, as of the last change of plan; some of it may be done since."""
+        if self._runs is not None:
+            return self._runs
+        runs, before = list[_Run](), None
+        plane = self.plane
+        for column in range(plane.columns):
+            top, height = self._top(column), plane.height[column]
+            cells = bytes(row[column] for row in plane.state[height:top])
+            alike = (height, top, cells, plane.available[column])
+            if alike == before and LOADING not in cells:
+                runs[-1] = runs[-1]._replace(last=column + 1)
+            elif top > height:
+                runs.append(_Run(column, column + 1, top))
+            before = alike if top > height else None
+        self._runs = runs
+        return runs
+
+    def _unfinished(self, run: _Run) -> bool:
+        plane = self.plane
+        if run.last == plane.columns:
+            return plane.height[run.first] < plane.layers
+        return plane.state[run.top - 1][run.first] == EMPTY
+
+    def _top(self, column: int) -> int:
+        """One past the highest layer at which compute has something to do for the column; 0: nowhere."""
         plane = self.plane
         if column == plane.columns - 1:
-            return plane.height[column] < plane.layers
+            return plane.layers
         if column >= plane.prefix_columns or not plane.available[column]:
-            return plane.missing[column] > 0
+            return plane.top(column)
         assert self.tops is not None
-        height, top = plane.height[column], self.tops[column]
-        if height >= top or not plane.unclaimed[column]:
-            return False
-        if plane.state[height][column] == EMPTY and plane.needed(column, height):
-            return True
-        above = range(height + 1, top)
-        return any(plane.state[layer][column] == EMPTY and plane.needed(column, layer) for layer in above)
+        planned = reversed(range(plane.height[column], self.tops[column]))
+        return next((x + 1 for x in planned if plane.state[x][column] == EMPTY and plane.needed(column, x)), 0)
 
-    def _goes_on(self, column: int, layer: int) -> bool:
-        plane = self.plane
-        if column >= plane.prefix_columns:
-            return layer < plane.layers - 1 or column == plane.columns - 1
-        if plane.available[column]:
-            assert self.tops is not None
-            return self.tops[column] > layer + 1
-        return any(
-            plane.state[above][column] == EMPTY and plane.needed(column, above)
-            for above in range(layer + 1, plane.layers)
-        )
-
-    def _launch(self, layer: int, columns: list[int]) -> Op | None:
-        """What of these columns can go up this layer now; where that is more than the token budget, the leftmost of as
-        many equal launches as it takes."""
-        plane, bounds = self.plane, self.plane.request.boundaries
-        state, filled = plane.state[layer], plane.filled_row(layer)  # filled: and what this launch projects
-        ready: list[tuple[int, bool, bool]] = []
-        for column in columns:
-            on, project = self._goes_on(column, layer), state[column] == EMPTY
-            first = plane.request.first_attended(column, layer)
-            if (project or filled[column]) and filled.find(0, first, column) < 0 if on else project:
-                ready.append((column, project, on))
-                filled[column] = 1
+    def _launch(self, layer: int, runs: list[_Run], now: float, room: float) -> Op | None:
+        """What of these runs can go up this layer now; where that is more than the token budget, or takes longer than
+        `room` seconds, the leftmost of as many equal launches as it takes."""
+        plane, policy = self.plane, self.policy
+        ready = self._ready(layer, runs)
         if not ready:
             return None
-        waits = columns[-1] >= plane.prefix_columns and ready[-1][0] < plane.prefix_columns
-        if waits and self.policy.compute_queued:
-            # For the suffix a launch of its own, later, would be dearer than waiting while something runs.
+        if runs[-1].last > plane.prefix_columns >= ready[-1].last and self._suffix_waits(layer, ready, runs[-1], now):
             return None
-        total = sum(bounds[column + 1] - bounds[column] for column, _, _ in ready)
-        share = total / -(-total // self.policy.token_budget)
-        runs: list[list[int]] = []  # first, last, project, on; neighbours that are treated alike joined
-        tokens = 0
-        for column, project, on in ready:
-            width = bounds[column + 1] - bounds[column]
-            if runs and (tokens + width > self.policy.token_budget or tokens >= share):
-                break
-            tokens += width
-            if runs and runs[-1][1:] == [column, project, on]:
-                runs[-1][1] = column + 1
-            else:
-                runs.append([column, column + 1, project, on])
-        parts = (plane.part(a, b, project=bool(project), advance=bool(on)) for a, b, project, on in runs)
-        return Op(COMPUTE, range(layer, layer + 1), tuple(parts))
+        band, launches = range(layer, layer + 1), math.ceil(self._tokens(ready) / policy.token_budget)
+        chosen = self._leftmost(ready, launches) if launches > 1 else ready
+        op = self._op(band, chosen)
+        if chosen == runs:
+            op = self._joined(op, chosen, room)
+        while room < float("inf") and policy.costs.seconds(op) > room:
+            launches *= 2
+            fewer = self._leftmost(ready, launches)
+            if fewer == chosen:
+                return None
+            chosen, op = fewer, self._op(band, fewer)
+        self._cut_behind(chosen[-1])
+        return op
 
-    def _first_climb(self, columns: Iterable[int]) -> Op | None:
-        plane, budget = self.plane, self.policy.token_budget
-        return next(filter(None, (plane.climb(c, budget) for c in columns)), None)
+    def _ready(self, layer: int, runs: list[_Run]) -> list[_Run]:
+        """Those that can go up this layer in one launch: what they attend to is filled, or one of them projects it."""
+        plane, ready = self.plane, list[_Run]()
+        filled = plane.filled_row(layer)
+        for run in runs:
+            project = self._projects(run, layer)
+            first = plane.request.first_attended(run.last - 1 if layer == plane.layers - 1 else run.first, layer)
+            sees = filled.find(0, first, run.first if project else run.last) < 0
+            if sees if self._goes_on(run, layer) else project:
+                ready.append(run)
+                filled[run.first : run.last] = b"\1" * (run.last - run.first)
+        return ready
+
+    def _projects(self, run: _Run, layer: int) -> bool:
+        return self.plane.state[layer][run.first] == EMPTY
+
+    def _goes_on(self, run: _Run, layer: int) -> bool:
+        """Whether its hidden states are of use above the layer."""
+        return layer + 1 < run.top or run.last == self.plane.columns
+
+    def _tokens(self, runs: Iterable[_Run]) -> int:
+        bounds = self.plane.request.boundaries
+        return sum(bounds[run.last] - bounds[run.first] for run in runs)
+
+    def _op(self, band: range, runs: Iterable[_Run]) -> Op:
+        parts: list[tuple[int, int, bool, bool]] = []
+        for run in runs:
+            flags = self._projects(run, band[0]), self._goes_on(run, band[-1])
+            if parts and parts[-1][1:] == (run.first, *flags):
+                parts[-1] = (parts[-1][0], run.last, *flags)
+            else:
+                parts.append((run.first, run.last, *flags))
+        return Op(COMPUTE, band, tuple(self.plane.part(a, b, project=p, advance=on) for a, b, p, on in parts))
+
+    def _leftmost(self, ready: list[_Run], launches: int) -> list[_Run]:
+        """The leftmost columns of so many equal launches."""
+        plane, bounds, budget = self.plane, self.plane.request.boundaries, self.policy.token_budget
+        share, tokens, chosen = self._tokens(ready) / launches, 0, list[_Run]()
+        for run in ready:
+            if tokens >= min(share, budget):
+                break
+            enough = bisect_left(bounds, bounds[run.first] + share - tokens)
+            fits = plane.within(run.first, budget - tokens)
+            if chosen and bounds[fits] - bounds[run.first] > budget - tokens:
+                break  # not even one column
+            chosen.append(run._replace(last=min(max(enough, run.first + 1), fits, run.last)))
+            tokens += bounds[chosen[-1].last] - bounds[run.first]
+            if chosen[-1].last < run.last:
+                break
+        return chosen
+
+    def _cut_behind(self, run: _Run) -> None:
+        """What is pending there is two runs from now on, where one goes on behind this one."""
+        pending = self._pending()
+        at = next(i for i, other in enumerate(pending) if other.first <= run.first < other.last)
+        if pending[at].last > run.last:
+            pending[at : at + 1] = [pending[at]._replace(last=run.last), pending[at]._replace(first=run.last)]
+
+    def _joined(self, op: Op, runs: list[_Run], room: float) -> Op:
+        """The same through more layers, as far as nothing waits there and an op's fixed cost is worth it."""
+        plane, layer, stop = self.plane, op.layers.start, op.layers.stop
+        most = min(JOINED * self.policy.costs.fixed(COMPUTE), room)
+        if stop == plane.layers or 2 * (seconds := self.policy.costs.seconds(op)) > most:
+            return op
+        started = {plane.height[run.first] for run in self._pending() if self._unfinished(run)}
+        while stop < plane.layers and seconds * (stop + 1 - layer) <= most and stop not in started:
+            goes = all(self._goes_on(run, stop - 1) and self._alike(run, layer, stop) for run in runs)
+            if not goes or self.copying[stop] or len(self._ready(stop, runs)) < len(runs):
+                break
+            stop += 1
+        return self._op(range(layer, stop), runs)
+
+    def _alike(self, run: _Run, layer: int, other: int) -> bool:
+        return self._projects(run, layer) == self._projects(run, other)
+
+    def _suffix_waits(self, layer: int, ready: list[_Run], suffix: _Run, now: float) -> bool:
+        """Whether the suffix had better wait with the others for its loads, than come later in a launch of its own."""
+        plane, policy, band = self.plane, self.policy, range(layer, layer + 1)
+        if policy.compute_queued:
+            return True
+        row = plane.state[layer]
+        if row.find(LOADING, 0, plane.prefix_columns) < 0 or any(
+            plane.loadable(column, layer) for column in range(plane.prefix_columns)
+        ):
+            return False
+        ops = [self._op(band, runs) for runs in (ready, [suffix], [*ready, suffix])]
+        apart, alone, together = map(policy.costs.seconds, ops)
+        return policy.lands(plane.request.id, layer, now) - now < apart + alone - together
+
+    def _first_climb(self, runs: Iterable[_Run], room: float) -> Op | None:
+        """A climb of the first column that can; it may end within a run."""
+        columns = (column for run in runs for column in range(run.first, run.last))
+        op = next(filter(None, (self.plane.climb(c, self.policy.token_budget) for c in columns)), None)
+        if op is None or (room < float("inf") and self.policy.costs.seconds(op) > room):
+            return None
+        self._runs = None
+        return op

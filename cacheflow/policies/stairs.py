@@ -3,6 +3,8 @@ climbing behind the loads."""
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -10,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cacheflow.costs.base import Costs, LayerWork, Span
-from cacheflow.op import COMPUTE, COPY, FETCH
+from cacheflow.op import COMPUTE, COPY, FETCH, Op
 from cacheflow.plane import Plane
 
 Seconds = NDArray[np.float64]
@@ -50,38 +52,60 @@ class Planner:
         self.layers = request.layers
         self.count = plane.prefix_columns
         self.bounds = request.boundaries
+        self.steps = max(1, request.layers - 1)
         self.tokens = request.tokens
         self.budget = token_budget
         self.staging = staging_cells or request.tokens * request.layers
         self.holes = [(self.bounds[c], self.bounds[c + 1]) for c, stored in enumerate(request.stored) if not stored]
+        self._stored = [*(c for c, stored in enumerate(request.stored) if stored), self.count]
         self._launches: dict[tuple[int, int, bool], float] = {}
 
     def best(self, most: int, compute_at: float = 0.0, link_at: float = 0.0) -> Stairs:
         """The stairs with the soonest first token, with at most so many columns that go beyond the first layer, when
         compute is free in `compute_at` seconds and the link in `link_at`."""
-        steps = max(1, self.layers - 1)
+        at = compute_at, link_at
         found: list[Stairs] = []
-        for row in (True, False) if self.costs.load_seconds(1) < self.costs.project_marginal else (True,):
+        for first in self.rows:
 
-            def stairs(units: int, row: bool = row) -> Stairs:
-                return self.evaluate(*divmod(units, steps), row, compute_at, link_at)
+            def stairs(units: int, first: int = first) -> Stairs:
+                return self.evaluate(*self.split(units), first, *at)
 
-            found += _valley(stairs, min(most, self.count) * steps)
+            found += _valley(stairs, self.units(most))
+        # The first layer's projections are the smallest pieces: so many of them as let both sides end together.
+        for one in tuple(found) if self.count else ():
+            late = one.compute + compute_at - one.link - link_at
+            column = self.bounds[self.count] / self.count
+            share = late / (column * (self.costs.load_seconds(1) + self.costs.project_marginal))
+            for fewer in {math.floor(share), math.ceil(share)} if 0 < share < one.first else ():
+                found.append(self.evaluate(one.columns, one.partly, one.first - fewer, *at))
         return min(found, key=lambda stairs: stairs.seconds)
 
-    def evaluate(
-        self, columns: int, partly: int, row: bool = True, compute_at: float = 0.0, link_at: float = 0.0
-    ) -> Stairs:
-        """How long stairs take. row: whether all of row 0 is projected."""
-        costs, more = self.costs, min(columns + 1, self.count)
+    def units(self, most: int) -> int:
+        """How many cells above the first layer may be computed of `most` leading columns, holes not counted."""
+        return self.steps * bisect_left(self._stored, min(most, self.count))
+
+    def split(self, units: int) -> tuple[int, int]:
+        """The columns, and layers above the first of one more, that make so many."""
+        columns, partly = divmod(units, self.steps)
+        return self._stored[columns], partly
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """How many columns may be projected in the first layer: all, and where the link is faster than that, none
+        besides those that go on."""
+        return (self.count, 0) if self.costs.load_seconds(1) < self.costs.project_marginal else (self.count,)
+
+    def evaluate(self, columns: int, partly: int, first: int, compute_at: float = 0.0, link_at: float = 0.0) -> Stairs:
+        """How long stairs take. first: columns projected in the first layer, at least those that go on."""
+        costs, wider = self.costs, min(columns + 1, self.count)
         above = self.layers - 1
-        first = self.count if row else more if partly else columns
-        runs: list[Run] = [(1, first, (more if partly else columns) if above else 0)]
+        first = max(first, wider if partly else columns)
+        runs: list[Run] = [(1, first, (wider if partly else columns) if above else 0)]
         if above:
             upper = above - partly  # layers with `columns` columns, the last layer among them
-            runs += [(partly - 1, more, more), (1, more, columns)] if upper and partly else []
-            runs += [(upper - 1, columns, columns), (1, columns, 0)] if upper else [(partly - 1, more, more)]
-            runs += [] if upper else [(1, more, 0)]
+            runs += [(partly - 1, wider, wider), (1, wider, columns)] if upper and partly else []
+            runs += [(upper - 1, columns, columns), (1, columns, 0)] if upper else [(partly - 1, wider, wider)]
+            runs += [] if upper else [(1, wider, 0)]
         time, landed, compute, link, done = compute_at, link_at + costs.latency, 0.0, 0.0, 0
         for layers, computed, on in runs:
             if layers < 1:
@@ -92,15 +116,31 @@ class Planner:
             if fetch:
                 # Waiting for the first of these layers' loads, or for the last, is all that can hold them up. They
                 # land as fast as the slower of link and copies is.
-                step = max(fetch, copy)
-                time = max(time + launch * layers, landed + fetch + copy + launch * layers)
-                landed += step * layers
-                time = max(time, landed - step + fetch + copy + launch)
+                step, pieces = max(fetch, copy), self.pieces(computed)
+                more, cut = (pieces - 1) * costs.fixed(FETCH), copy / pieces
+                begins, ends = not link, done == self.layers
+                time = max(time, landed + fetch + (more + cut if begins else copy)) + launch * layers
+                landed += step * layers + more * begins
+                time = max(time, landed - step + fetch + (more + cut if ends else copy) + launch)
+                link += fetch * layers + more * (begins + (ends and done > 1))
             else:
                 time += launch * layers
             compute += launch * layers
-            link += fetch * layers
         return Stairs(columns, partly, first, time, compute, link)
+
+    def marginal(self, op: Op) -> float:
+        """Seconds that the tokens of an op add to any launch, without attention."""
+        costs = self.costs
+        return op.tokens * len(op.layers) * (costs.project_marginal + costs.advance_marginal)
+
+    def pieces(self, columns: int) -> int:
+        """In how many fetches the first and the last layer are loaded, of which so many columns are computed: as many
+        as let compute begin, and end, soonest. What has landed is copied while the next piece is on its way."""
+        _, copy = self._fetch(columns)
+        fixed = self.costs.fixed(FETCH) + self.costs.fixed(COPY)
+        wanted = PIECES if copy >= fixed * PIECES**2 else max(1, round(math.sqrt(copy / fixed)))
+        loaded = max(1, self.count - columns)
+        return -(-loaded // -(-loaded // wanted))  # of equal size
 
     def _fetch(self, columns: int) -> tuple[float, float]:
         """Seconds on the link of a layer of which so many columns are computed, and of what is copied at its end."""
@@ -132,6 +172,9 @@ class Planner:
         return seconds + launches * costs.fixed(COMPUTE) + (costs.head_seconds(1) if last else 0.0)
 
 
+PIECES = 4  # most fetches of the first layer, and of the last
+
+
 def _valley(function: Callable[[int], Stairs], last: int) -> list[Stairs]:
     """The lowest values of something over 0..last that falls and then rises, by bisection."""
     low, high = 0, last
@@ -145,64 +188,108 @@ def _valley(function: Callable[[int], Stairs], last: int) -> list[Stairs]:
 
 
 OPTIONS, BINS = 24, 64  # splits of a request, and differences of the two clocks, that a batch's plan tells apart
-WEIGHTS = (0.0, 0.5, 1.5)  # of the last first token against the sum of all, by the number of requests
-PATIENCE = 1.05  # how much longer than the shortest the mean may be for the sake of the last
+SAMPLED = 4  # every so many of the splits is worked out, the others are interpolated
+WEIGHTS = (0.0, 0.75, 1.5, 2.25, 3.0, 6.0)  # of the last first token against the sum of all, by the number of requests
 
 
-def plan_batch(planners: Sequence[Planner], most: Sequence[int], compute_at: float, link_at: float) -> list[Stairs]:
+def plan_batch(
+    planners: Sequence[Planner],
+    most: Sequence[int],
+    compute_at: float,
+    link_at: float,
+    objective: Callable[[float, float], float],
+) -> list[Stairs]:
     """Stairs for requests that are served in this order, each with at most so many columns beyond the first layer.
 
     Both resources work on without a gap, so that a request is done when both have done their sums up to it: with C and
     D the sums of compute and link seconds of those before, at max(C + compute, D + link). The sum of that over all, and
     the last of it times a weight, is minimised by a dynamic program backwards over D - C: what a choice does to those
     behind it is in that difference, and in the seconds by which it moves all of them. Of the plans for several weights
-    that one is taken which ends soonest and whose mean is at most PATIENCE times the shortest.
+    that one is taken whose objective, a function of the mean and of the last, is least.
     """
-    choices = [_options(planner, limit) for planner, limit in zip(planners, most, strict=True)]
-    compute = [np.array([stairs.compute for stairs in options]) for options in choices]
-    link = [np.array([stairs.link for stairs in options]) for options in choices]
-    start = link_at - compute_at
-    plans = []
-    for weight in WEIGHTS:
-        picked = _dynamic_program(compute, link, start, weight * len(choices))
-        times = _times(compute, link, start, picked)
-        plans.append((sum(times), times[-1], picked))
-    shortest = min(total for total, _, _ in plans)
-    _, _, picked = min((plan for plan in plans if plan[0] <= PATIENCE * shortest), key=lambda plan: plan[1])
-    return [options[option] for options, option in zip(choices, picked, strict=True)]
+    choices = [_Options(planner, limit) for planner, limit in zip(planners, most, strict=True)]
+    plans = _dynamic_program(choices, link_at - compute_at)
+    times = [_times(choices, link_at - compute_at, picked) for picked in plans]
+    best = min(range(len(plans)), key=lambda i: objective(sum(times[i]) / len(times[i]), times[i][-1]))
+    stairs, difference = list[Stairs](), link_at - compute_at
+    for options, option in zip(choices, plans[best], strict=True):
+        stairs.append(options.stairs(option, difference))
+        difference += stairs[-1].link - stairs[-1].compute
+    return stairs
 
 
-def _options(planner: Planner, most: int) -> list[Stairs]:
-    steps = max(1, planner.layers - 1)
-    units = min(most, planner.count) * steps
-    spread = dict.fromkeys(i * units // OPTIONS for i in range(OPTIONS + 1))
-    return [planner.evaluate(*divmod(unit, steps)) for unit in spread]
+class _Options:
+    """Splits of one request, between nothing and `most` columns, and [options] seconds of compute and of the link.
+
+    Of a request with many columns there are whole columns only. What attention takes beyond other work grows with the
+    square of the columns; all else is close to linear between the splits that are worked out.
+    """
+
+    def __init__(self, planner: Planner, most: int) -> None:
+        units = planner.units(most)
+        unit = planner.steps if units >= OPTIONS * planner.steps else 1
+        spread = np.array(sorted({unit * (i * (units // unit) // OPTIONS) for i in range(OPTIONS + 1)}))
+        sampled = np.array(sorted({*range(0, len(spread), SAMPLED), len(spread) - 1}))
+        columns = [column + partly / planner.steps for column, partly in map(planner.split, spread.tolist())]
+        tokens = np.interp(columns, range(planner.count + 1), planner.bounds[: planner.count + 1])
+        pairs = planner.costs.pair_marginal * planner.steps * tokens**2 / 2
+        compute, link = list[Seconds](), list[Seconds]()
+        for first in planner.rows:
+            exact = [planner.evaluate(*planner.split(int(spread[i])), first) for i in sampled]
+            rest = np.array([stairs.compute for stairs in exact]) - pairs[sampled]
+            compute.append(pairs + np.interp(spread, spread[sampled], rest))
+            link.append(np.interp(spread, spread[sampled], [stairs.link for stairs in exact]))
+        self.compute, self.link = np.concatenate(compute), np.concatenate(link)
+        self._planner, self._spread = planner, spread
+
+    def stairs(self, option: int, difference: float) -> Stairs:
+        """An option; or, where that is between it and its neighbour, what lets both sides end together, if the link is
+        `difference` seconds behind compute before."""
+        spread = self._spread
+        row, at = divmod(option, len(spread))
+        late = difference + (self.link - self.compute)[row * len(spread) : (row + 1) * len(spread)]
+        units = float(spread[at])
+        for other in (at - 1, at + 1):
+            if 0 <= other < len(spread) and late[at] * late[other] < 0:
+                share = late[at] / (late[at] - late[other])
+                units += float(share * (spread[other] - spread[at]))
+                break
+        return self._planner.evaluate(*self._planner.split(round(units)), self._planner.rows[row])
 
 
-def _dynamic_program(compute: Sequence[Seconds], link: Sequence[Seconds], start: float, weight: float) -> list[int]:
-    """Which option each request takes. compute, link: [options] seconds, by request. start: of the link's clock."""
-    reach = abs(start) + sum(float(np.abs(d - c).max()) for c, d in zip(compute, link, strict=True)) + 1e-9
+def _dynamic_program(choices: Sequence[_Options], start: float) -> list[list[int]]:
+    """For every weight, which option each request takes. start: of the link's clock against that of compute."""
+    steps = [options.link - options.compute for options in choices]
+    reach = abs(start) + sum(float(np.abs(step).max()) for step in steps) + 1e-9
     # Close together near 0, since there are short requests among long ones.
     differences = reach * np.sinh(np.linspace(-8, 8, BINS)) / np.sinh(8)
-    values, best = np.zeros(BINS), list[NDArray[np.int64]]()
-    for behind, (c, d) in enumerate(zip(reversed(compute), reversed(link), strict=True)):
-        own = np.maximum(c, differences[:, None] + d)  # [bins, options], as what follows
-        moved = np.interp((differences[:, None] + d - c).ravel(), differences, values).reshape(own.shape)
-        cost = own * (1 + weight if behind == 0 else 1) + c * (behind + weight if behind else 0) + moved
-        best.append(np.argmin(cost, axis=1))
-        values = np.min(cost, axis=1)
-    picked, difference = [], start
-    for c, d, of_bins in zip(compute, link, reversed(best), strict=True):
-        picked.append(int(of_bins[int(np.abs(differences - difference).argmin())]))
-        difference += float(d[picked[-1]] - c[picked[-1]])
-    return picked
+    weights = len(choices) * np.array(WEIGHTS)[:, None, None]
+    values, best = np.zeros((len(WEIGHTS), BINS)), list[NDArray[np.int64]]()
+    for behind, (options, step) in enumerate(zip(reversed(choices), reversed(steps), strict=True)):
+        own = np.maximum(options.compute, differences[:, None] + options.link)  # [bins, options]
+        after = differences[:, None] + step
+        right = np.clip(np.searchsorted(differences, after), 1, BINS - 1)
+        share = (after - differences[right - 1]) / (differences[right] - differences[right - 1])
+        moved = values[:, right - 1] * (1 - share) + values[:, right] * share  # [weights, bins, options]
+        own, carried = (own * (1 + weights), 0.0) if behind == 0 else (own, options.compute * (behind + weights))
+        cost = own + carried + moved
+        best.append(np.argmin(cost, axis=2))
+        values = np.min(cost, axis=2)
+    plans = []
+    for weight in range(len(WEIGHTS)):
+        picked, difference = list[int](), start
+        for step, of_bins in zip(steps, reversed(best), strict=True):
+            picked.append(int(of_bins[weight, int(np.abs(differences - difference).argmin())]))
+            difference += float(step[picked[-1]])
+        plans.append(picked)
+    return plans
 
 
-def _times(compute: Sequence[Seconds], link: Sequence[Seconds], start: float, picked: Sequence[int]) -> list[float]:
+def _times(choices: Sequence[_Options], start: float, picked: Sequence[int]) -> list[float]:
     """Seconds to each first token."""
     times, computed, loaded = [], 0.0, start
-    for c, d, option in zip(compute, link, picked, strict=True):
-        computed += float(c[option])
-        loaded += float(d[option])
+    for options, option in zip(choices, picked, strict=True):
+        computed += float(options.compute[option])
+        loaded += float(options.link[option])
         times.append(max(computed, loaded))
     return times

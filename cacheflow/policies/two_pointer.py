@@ -53,6 +53,6 @@ class TwoPointer(SingleAxis):
         return None
 
     def next_fetch(self, now: float) -> Op | None:
-        left = {p.request.id: self._axes[p.request.id].recompute_seconds() for p in self.active()}
-        order = sorted(left, key=lambda request: -left[request])
-        return next(filter(None, (self._axes[request].next_fetch(now) for request in order)), None)
+        axes = [self._axes[plane.request.id] for plane in self.active()]
+        axes.sort(key=lambda axis: -axis.recompute_seconds())
+        return next(filter(None, (axis.next_fetch(now) for axis in axes)), None)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
+from math import inf
 
 from cacheflow.costs.base import Costs
 from cacheflow.loop import AHEAD, Completion, Failures, Loop
@@ -22,19 +23,28 @@ EPSILON = 1e-9  # of a second in times of seconds: sums in another order
 Cell = tuple[str, int, int]  # request, column, layer
 
 
+When = tuple[int, float]  # after so many ops have ended, at a share, from 0 on and below 1, of the time to the next end
+START: When = (0, 0.0)
+
+
 @dataclass
 class Run:
-    """What happened. failed: by fetch op. held: most prefix tokens whose hidden states were kept between two ops."""
+    """What happened. arrived, done, drained: seconds on the clock. failed: by fetch op. held: most prefix tokens whose
+    hidden states were kept between two ops."""
 
     requests: Sequence[Request]
     policy: Policy
     planes: dict[str, Plane] = field(default_factory=dict)
-    ttft: dict[str, float] = field(default_factory=dict)
-    drained: list[str] = field(default_factory=list)
+    arrived: dict[str, float] = field(default_factory=dict)
+    done: dict[str, float] = field(default_factory=dict)
+    drained: list[tuple[str, float]] = field(default_factory=list)
     failed: dict[Op, Failures] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
     held: int = 0
-    steps: int = 0
+
+    @property
+    def ttft(self) -> dict[str, float]:
+        return {request: done - self.arrived[request] for request, done in self.done.items()}
 
 
 def run(
@@ -43,31 +53,57 @@ def run(
     *,
     costs: Costs | None = None,
     fail: Callable[[Op], Failures] = lambda op: (),
-    cancel: Callable[[int], str | None] = lambda step: None,
+    arrivals: Mapping[str, When] | None = None,
+    cancels: Mapping[str, When] | None = None,
+    link: Sequence[tuple[When, float]] = (),
 ) -> Run:
-    """Drive the policy. cancel: given the number of a step, the request to cancel before it."""
+    """Drive the policy until every request has come and gone.
+
+    arrivals, cancels: when requests come, and are cancelled if they have come and are not done. link: when the costs'
+    bandwidth becomes what. Where nothing is in flight, what comes next comes at once.
+    """
     result = Run(requests, policy)
+    truth = costs or policy.costs
 
     def failing(op: Op) -> Failures:
         result.failed[op] = fail(op)
         return result.failed[op]
 
-    backend = HiddenStates(costs or policy.costs, failing, result)
+    backend = HiddenStates(truth, failing, result)
     loop = Loop(
         policy,
         backend,
-        on_done=lambda plane, now: result.ttft.update({plane.request.id: now}),
-        on_drained=lambda plane: result.drained.append(plane.request.id),
+        on_done=lambda plane, now: result.done.update({plane.request.id: now}),
+        on_drained=lambda plane: result.drained.append((plane.request.id, backend.now())),
     )
-    for request in requests:
+
+    def arrive(request: Request) -> None:
+        result.arrived[request.id] = backend.now()
         result.planes[request.id] = Plane(request)
         policy.add(result.planes[request.id])
-    while not loop.idle:
-        victim = cancel(result.steps)
-        if victim in policy.planes:
-            policy.cancel(victim)
-        loop.step()
-        result.steps += 1
+
+    def cancel(request: str) -> None:
+        if request in policy.planes:
+            policy.cancel(request)
+
+    events: list[tuple[When, Callable[[], None]]] = [
+        *(((arrivals or {}).get(request.id, START), partial(arrive, request)) for request in requests),
+        *((when, partial(cancel, request)) for request, when in (cancels or {}).items()),
+        *((when, partial(setattr, truth, "bandwidth", bandwidth)) for when, bandwidth in link),
+    ]
+    pending = deque(sorted(events, key=lambda event: event[0]))
+    ended, since = 0, 0.0
+    while pending or not loop.idle:
+        if pending and (pending[0][0][0] <= ended or loop.idle):
+            when = pending[0][0]
+            if backend.next_end < inf and when[0] == ended:
+                backend.advance(max(backend.now(), since + when[1] * (backend.next_end - since)))
+            while pending and pending[0][0] == when:
+                pending.popleft()[1]()
+        else:
+            loop.settle()
+            ended, since = ended + 1, backend.now()
+        loop.issue()
     result.spans = backend.timeline.spans
     return result
 
@@ -104,11 +140,23 @@ def check(run: Run, cancelled: frozenset[str] = frozenset()) -> None:
     for request in run.requests:
         plane = run.planes[request.id]
         assert plane.in_flight == 0
-        assert run.drained.count(request.id) == 1
+        spans = [span for span in run.spans if request.id in span.op.requests]
+        assert all(span.start >= run.arrived[request.id] for span in spans)
+        [drained] = [at for other, at in run.drained if other == request.id]
+        assert all(span.end <= drained for span in spans), "its pages may be used while an op is in flight"
         if request.id not in cancelled:
             assert needed(request, _holes(request)) <= {cell[1:] for cell in filled if cell[0] == request.id}
-            assert request.id in run.ttft
-    assert not run.policy.planes
+            assert request.id in run.done
+    assert run.policy.idle and not _remembered(vars(run.policy), by_id)
+
+
+def _remembered(value: object, requests: Container[str]) -> bool:
+    """Whether a plane or the id of a request is anywhere in what a policy holds."""
+    if isinstance(value, Mapping):
+        return any(_remembered(item, requests) for pair in value.items() for item in pair)
+    if isinstance(value, list | tuple | set | deque):
+        return any(_remembered(item, requests) for item in value)
+    return isinstance(value, Plane) or (isinstance(value, str) and value in requests)
 
 
 def needed(request: Request, lost: frozenset[int]) -> set[tuple[int, int]]:
@@ -219,6 +267,6 @@ def _check_compute(run: Run, by_id: dict[str, Request], filled: dict[Cell, float
                 if last_layer and part.stop == request.tokens:
                     suffix = range(len(request.stored), request.columns)
                     assert all((part.request, c, row) in filled for c in suffix for row in range(request.layers))
-                    assert run.ttft.get(part.request, span.end) == span.end
-    ends = {r: max(s.end for s in run.spans if s.op.kind == COMPUTE and r in s.op.requests) for r in run.ttft}
-    assert ends == run.ttft, "compute after the first token"
+                    assert run.done.get(part.request, span.end) == span.end
+    ends = {r: max(s.end for s in run.spans if s.op.kind == COMPUTE and r in s.op.requests) for r in run.done}
+    assert ends == run.done, "compute after the first token"

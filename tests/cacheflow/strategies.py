@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -129,9 +129,9 @@ def marginal_costs(draw: st.DrawFn, windows: tuple[int | None, ...]) -> Affine:
 
 
 @st.composite
-def makers(draw: st.DrawFn, limits: bool = True) -> Callable[[Costs], Policy]:
-    """Makes a policy of any kind, with limits from tight to none."""
-    name = draw(st.sampled_from(list(policies.available())))
+def makers(draw: st.DrawFn, limits: bool = True, names: Sequence[str] = ()) -> Callable[[Costs], Policy]:
+    """Makes a policy of any kind, or of one of those named, with limits from tight to none."""
+    name = draw(st.sampled_from(names or list(policies.available())))
     options: dict[str, Any] = {}
     if limits:
         options["token_budget"] = draw(st.integers(1, 30))

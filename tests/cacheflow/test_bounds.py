@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from itertools import permutations
-from statistics import median
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, combinations, permutations
+from statistics import fmean, median
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ from cacheflow.costs.roofline import GBPS, Roofline, device
 from cacheflow.exact import Objective
 from cacheflow.request import Request
 from cacheflow.simulate import Simulation
-from tests.cacheflow import strategies
+from tests.cacheflow import optimum, strategies
 from tests.cacheflow.legality import attended, needed
 from tests.cacheflow.strategies import Affine
 
@@ -113,8 +113,18 @@ def test_exact_search_against_trying_everything(objective: Objective, data: st.D
     options: dict[str, Any] = {"max_layers": 3, "max_prefix": 2, "max_suffix": 2}
     batch = data.draw(strategies.batches(max_requests=2, **options))
     everything = Everything(batch, data.draw(strategies.marginal_costs(batch[0].windows)), objective)
-    assume(len(everything.loadable) <= 4 and sum(r.columns for r in batch) * batch[0].layers <= 12)
+    assume(len(everything.loadable) <= 4 and sum(r.columns for r in batch) * batch[0].layers <= 10)
     assert bounds.exact(batch, everything.costs, objective) == pytest.approx(everything.best())
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_exact_mean_of_three_against_trying_everything(data: st.DataObject) -> None:
+    model = data.draw(strategies.windows(max_layers=2))
+    batch = [data.draw(strategies.requests(model, id, max_prefix=1, max_suffix=1)) for id in "abc"]
+    everything = Everything(batch, data.draw(strategies.marginal_costs(model)), "mean")
+    assume(len(everything.loadable) <= 3)
+    assert bounds.exact(batch, everything.costs, "mean") == pytest.approx(everything.best())
 
 
 @settings(max_examples=350, deadline=None)
@@ -126,12 +136,23 @@ def test_bound_optimum_policies(data: st.DataObject) -> None:
     assert bounds.lower(batch, costs) * SLACK <= optimum
     mean, restoration = bounds.exact(batch, costs, "mean"), bounds.exact(batch, costs, "restoration")
     assert mean * SLACK <= optimum and restoration <= optimum
+    assert bounds.lower_mean(batch, costs) * SLACK <= mean
     for name, policy in policies.available().items():
         simulation = Simulation(policy(costs), batch)
         ttft = simulation.ttft.values()
         assert optimum * SLACK <= max(ttft), name
         assert mean * SLACK <= sum(ttft) / len(ttft), name
         assert restoration * SLACK <= simulation.timeline.summary(batch).end, name
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_no_policy_has_a_mean_below_its_bound(data: st.DataObject) -> None:
+    """Whatever ops cost beyond their cells, and however small a policy must cut them."""
+    batch = data.draw(strategies.batches(max_requests=5))[: data.draw(st.integers(2, 5))]
+    costs = data.draw(strategies.costs(batch[0].windows))
+    ttft = Simulation(data.draw(strategies.makers())(costs), batch).ttft.values()
+    assert fmean(ttft) >= bounds.lower_mean(batch, costs) * SLACK
 
 
 def plane(choose: random.Random, chunks: int = 6, layers: int = 4) -> tuple[Request, Affine]:
@@ -161,6 +182,74 @@ def test_bound_is_tight_where_fixed_costs_matter_little() -> None:
     request = Request.of("a", prefix=65536, suffix=64, chunk=512, layers=32)
     best = min(Simulation(policy(costs), [request]).ttft["a"] for policy in policies.available().values())
     assert 0.95 * best <= bounds.lower([request], costs) <= best
+
+
+def test_mean_bound_is_tight() -> None:
+    ratios = []
+    choose = random.Random(0)
+    for _ in range(40):
+        batch, free = optimum.tiny(choose, 2, 3, 3)
+        costs = optimum.with_suffix(free)
+        ratios.append(bounds.exact(batch, costs, "mean") / bounds.lower_mean(batch, costs))
+    assert median(ratios) <= 1.05
+    assert max(ratios) <= 1.18
+
+
+@pytest.mark.parametrize("gbps", [2, 10, 40, 200])
+def test_mean_bound_against_every_set_of_requests(gbps: float) -> None:
+    """The k-th first token is no sooner than the bound of the best k requests: what is relaxed costs little."""
+    costs = optimum.llama_costs(gbps)
+    for seed in range(3):
+        batch = optimum.lognormal(6, seed, suffix=64 + 200 * seed)
+        sets = (min(bounds.lower(some, costs) for some in combinations(batch, k)) for k in range(1, 7))
+        ideal = fmean(sets)
+        assert 0.99 * ideal <= bounds.lower_mean(batch, costs) <= ideal / SLACK
+
+
+class TestLowerMean:
+    """Three lengths."""
+
+    batch = tuple(Request.of(str(prefix), prefix=prefix, suffix=3, chunk=8, layers=4) for prefix in (64, 8, 24))
+
+    def mean(self, requests: Sequence[Request], **options: Any) -> float:
+        return bounds.lower_mean(requests, Affine((None,) * 4, **{"bandwidth": 20.0, **options}))
+
+    def test_of_one_request_is_its_bound(self) -> None:
+        for request in self.batch:
+            costs = Affine((None,) * 4, bandwidth=20.0, latency=3.0, compute_fixed=2.0)
+            assert bounds.lower_mean([request], costs) == pytest.approx(bounds.lower([request], costs))
+
+    def test_of_equal_requests_is_the_mean_over_how_many_have_ended(self) -> None:
+        equal = [Request.of(id, prefix=64, suffix=3, chunk=8, layers=4) for id in "abcd"]
+        costs = Affine((None,) * 4, bandwidth=20.0, latency=3.0, compute_fixed=2.0)
+        assert bounds.lower_mean(equal, costs) == pytest.approx(
+            fmean(bounds.lower(equal[:k], costs) for k in (1, 2, 3, 4))
+        )
+
+    @pytest.mark.parametrize("link", [{"bandwidth": 1e-9}, {"latency": 1e9}], ids=str)
+    def test_a_dead_link_leaves_recompute_the_shortest_first(self, link: dict[str, float]) -> None:
+        costs = Affine((None,) * 4, bandwidth=20.0, head=0.0)
+        holes = [Request(r.id, r.boundaries, (False,) * len(r.stored), r.windows) for r in self.batch]
+        ends = accumulate(sorted(bounds.lower([request], costs) for request in holes))
+        assert self.mean(self.batch, head=0.0, **link) == pytest.approx(fmean(ends))
+        assert self.mean(holes, head=0.0) == pytest.approx(bounds.exact(holes, costs, "mean"))
+
+    def test_an_infinite_link_leaves_suffixes_the_shortest_first(self) -> None:
+        costs = {"bandwidth": 1e12, "head": 0.0}
+        ends = accumulate(sorted(self.mean([request], **costs) for request in self.batch))
+        assert self.mean(self.batch, **costs) == pytest.approx(fmean(ends))
+
+    def test_what_each_takes_alone_holds_where_they_need_different_resources(self) -> None:
+        """A short request, one that computes and one that loads: the second to end may leave either resource idle."""
+        lengths = {"short": (0, 1), "computes": (0, 20), "loads": (96, 1)}
+        batch = [Request.of(id, prefix=p, suffix=s, chunk=8, layers=4) for id, (p, s) in lengths.items()]
+        ends = sorted(self.mean([request], bandwidth=27.2) for request in batch)
+        together = bounds.lower(batch, Affine((None,) * 4, bandwidth=27.2))
+        assert ends[1] == pytest.approx(ends[2], rel=0.05) and ends[0] < 0.1 * ends[1]
+        assert self.mean(batch, bandwidth=27.2) >= fmean([*ends[:2], together])
+
+    def test_order_does_not_matter(self) -> None:
+        assert self.mean(self.batch) == pytest.approx(self.mean(self.batch[::-1]))
 
 
 class TestLower:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import random
 import threading
+from argparse import Namespace
 from collections import Counter
 from itertools import pairwise
 from typing import Any
@@ -13,10 +15,14 @@ import numpy as np
 import pytest
 import torch
 
+from cacheflow import cli
+from cacheflow.commands import _common as common
+from cacheflow.costs.learned import Learned, beside, this_machine
+from cacheflow.costs.measured import Measured
 from cacheflow.engine import Engine
-from cacheflow.op import COMPUTE, COPY, FETCH, Op
+from cacheflow.op import COMPUTE, COPY, FETCH, Op, Part
 from cacheflow.plane import COMPUTED, LOADED
-from cacheflow.policies import available
+from cacheflow.policies import Policy, available
 from cacheflow.stores import MemoryStore, open_store
 from models.decoder import Decoder
 from models.weights import random_weights
@@ -460,6 +466,53 @@ def test_budgets_change_nothing_but_the_order(make_engine, monkeypatch, family, 
 # Steady state
 
 
+class Gathers(Policy):
+    """Loads what it can of all requests in as few fetches as fit the limit, `band` layers at a time, from the last
+    column on; whatever is short comes together."""
+
+    band = 1
+
+    def next_compute(self, now: float) -> Op | None:
+        return next(filter(None, map(self.repair, self.active())), None)
+
+    def next_fetch(self, now: float) -> Op | None:
+        for bottom in range(0, LAYERS, self.band):
+            layers = range(bottom, min(bottom + self.band, LAYERS))
+            parts: list[Part] = []
+            left = self.staging_cells // len(layers)
+            for plane in self.active():
+                for column in reversed(range(plane.prefix_columns)):
+                    width = plane.request.width(column)
+                    if width <= left and all(plane.loadable(column, layer) for layer in layers):
+                        parts.append(plane.part(column, column + 1))
+                        left -= width
+            if parts:
+                return Op(FETCH, layers, tuple(parts))
+        return None
+
+
+@pytest.mark.parametrize("band", [1, 2, 3])
+@pytest.mark.parametrize(("page", "chunk"), [(1, 8), (3, 24), (4, 8), (4, 128)])
+def test_a_fetch_of_many_short_columns_fits_its_staging(make_engine, monkeypatch, page, chunk, band):
+    monkeypatch.setattr(Gathers, "band", band)
+    engine = make_engine(page_size=page, chunk_tokens=chunk, cache_tokens=1024)
+    shortest = max(2, page)
+    prompts = [prompt(shortest, seed=seed) for seed in range(40)] + [prompt(n, seed=n) for n in (3, 17, 100, 129)]
+    for tokens in prompts:
+        engine.save(tokens)  # with it the last token of the shortest, which their column leaves out
+    saved = objects(engine.store)
+    poison(engine)
+    with restoring(engine, prompts, policy=f"{__name__}:Gathers") as batch:
+        sources = Counter()
+        for restored in batch:
+            sources += check(engine, restored, saved)
+            assert not restored.failures
+        fetches = [span.op for span in batch[0].timeline.spans if span.op.kind == FETCH]
+        most = engine.staging_cells
+        assert sources["computed"] == 0 and max(op.tokens * len(op.layers) for op in fetches) > 0.6 * most
+        assert max(len(op.parts) for op in fetches) >= min(40, most // band // shortest)
+
+
 def test_a_second_restore_allocates_no_pages_staging_or_threads(make_engine):
     engine = make_engine()
     tokens = prompt(60)
@@ -517,3 +570,43 @@ def test_a_store_may_be_given_by_its_name(tmp_path):
             check(engine, restored, objects(engine.store))
             assert restored.request.prefix == 19
         engine.store.close()
+
+
+def test_a_command_goes_on_from_what_was_learned_over_the_costs_it_is_given(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr("cacheflow.costs.measure.REPEATS", (1, 1))
+    monkeypatch.setattr(Decoder, "from_folder", classmethod(lambda cls, *args: decoder()))
+    path = tmp_path / "costs.json"
+    assert cli.main(["measure", "--model", "toy", "--tokens", "64", "--learn", "1", "--out", str(path), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["learned"]
+    kept = beside(path).read_text()
+    args = Namespace(store="memory:1MiB", device="cpu", dtype="float32", backend=None, costs=str(path))
+    with common.engine(args, tmp_path) as engine:
+        assert isinstance(engine.costs, Learned) and engine.learned is engine.costs
+        known = {row.kind: vars(row) for row in engine.learned.accuracy()}
+        assert [known[row["kind"]]["ops"] for row in rows] == [row["ops"] for row in rows]
+        assert known["advance"] == rows[0]  # the store is another, and its speed is learned anew
+        before = sum(row["ops"] for row in rows)
+        with restoring(engine, [prompt(100)]):
+            assert sum(row.ops for row in engine.learned.accuracy()) > before
+    assert beside(path).read_text() == kept
+    with common.engine(args, tmp_path, learn=False) as engine:
+        assert isinstance(engine.costs, Measured)
+    beside(path).write_text(kept.replace(json.dumps(this_machine()), '"another"'))
+    with (
+        pytest.raises(ValueError, match=r"costs\.learned\.json was learned on 'another', .*; delete it"),
+        common.engine(args, tmp_path),
+    ):
+        pass
+    beside(path).unlink()
+    with common.engine(args, tmp_path) as engine:
+        assert isinstance(engine.costs, Measured) and engine.learn
+
+
+def test_a_prompt_with_a_deadline_is_served_first(make_engine):
+    engine = make_engine(policy="pipelined")
+    prompts = [prompt(20), prompt(60, seed=1)]
+    for deadlines, first in ((None, 0), ([None, 100.0], 1)):
+        with restoring(engine, prompts, deadlines=deadlines) as batch:
+            assert min(batch, key=lambda restored: restored.ttft) is batch[first]
+            for restored in batch:
+                check(engine, restored)

@@ -139,6 +139,8 @@ def test_an_engine_that_cannot_work_is_refused_in_one_sentence(make_engine, opti
         (dict(policy="nowhere:Class"), "policy 'nowhere:Class' cannot be imported"),
         (dict(ids=["a"]), "as many as the 2 prompts"),
         (dict(ids=["a", "a"]), "must be different"),
+        (dict(deadlines=[1.0]), "deadlines .* one for each of 2 prompts"),
+        (dict(deadlines=[1.0, 0.0]), "must be seconds above 0 or None"),
     ],
 )
 def test_a_call_that_cannot_work_leaves_nothing_behind(make_engine, options, sentence):
@@ -390,32 +392,7 @@ def during(event: threading.Event, action: Callable[[], object]) -> threading.Th
     return thread
 
 
-@every_loading_policy
-def test_pages_of_an_aborted_prompt_wait_for_its_load(make_engine, policy):
-    """A is aborted while its load hangs, and B needs A's pages. When A's data comes at last, B would be done by then,
-    had it been let in, and A's copy would write over it."""
-    inner = MemoryStore(1 << 30)
-    writer = make_engine(inner)
-    a, b = prompt(60), prompt(60, seed=1)
-    for tokens in (a, b):
-        writer.save(tokens)
-    of_a = {key for _, _, key in objects_of(writer, a)}
-    store = Hangs(inner, match=lambda read: read.key in of_a, times=1)  # the other staging buffer serves B
-    engine = make_engine(store, cache_tokens=64, costs=ToyCosts(decoder(), loads=0.01))
-
-    def abort() -> None:
-        engine.abort("a")
-        threading.Event().wait(0.2)
-        store.let_go()
-
-    thread = during(store.entered, abort)
-    with restoring(engine, [a, b], policy=policy, ids=["a", "b"]) as batch:
-        thread.join()
-        assert batch[0].session is None and batch[0].first_token is None and batch[0].logits is None
-        check(engine, batch[1], objects(inner))
-
-
-def test_an_aborted_prompt_that_waits_for_pages_is_never_admitted(make_engine):
+def test_an_aborted_prompt_that_waits_for_its_turn_is_not_restored(make_engine):
     inner = MemoryStore(1 << 30)
     make_engine(inner).save(prompt(60))
     store = Hangs(inner)
@@ -427,18 +404,19 @@ def test_an_aborted_prompt_that_waits_for_pages_is_never_admitted(make_engine):
         store.let_go()
 
     thread = during(store.entered, abort)
-    prompts = [prompt(60), prompt(60), prompt(50)]
-    with restoring(engine, prompts, policy="load", ids=["first", "second", "third"]) as batch:
-        thread.join()
-        check(engine, batch[0], objects(inner))
-        assert [restored.session for restored in batch[1:]] == [None, None]
-        assert [restored.first_token for restored in batch[1:]] == [None, None]
+    prompts = [prompt(60), prompt(60), prompt(50), prompt(60)]
+    batch = engine.generate(prompts, 1, policy="load", ids=["first", "second", "third", "fourth"])
+    thread.join()
+    token = cold(engine.model, prompt(60)).token
+    assert [generated.tokens for generated in batch] == [[token], [], [], [token]]
+    assert not batch[1].restored.timeline.spans and not batch[2].restored.timeline.spans
 
 
 def test_more_prompts_than_the_pool_holds_when_early_ones_are_aborted(make_engine):
     inner = MemoryStore(1 << 30)
-    for seed in range(4):
-        make_engine(inner).save(prompt(60, seed=seed))
+    prompts = [prompt(60, seed=seed) for seed in range(4)]
+    for tokens in prompts:
+        make_engine(inner).save(tokens)
     store = Hangs(inner, times=2)
     engine = make_engine(store, cache_tokens=128)
 
@@ -448,12 +426,10 @@ def test_more_prompts_than_the_pool_holds_when_early_ones_are_aborted(make_engin
         store.let_go()
 
     thread = during(store.entered, abort)
-    prompts = [prompt(60, seed=seed) for seed in range(4)]
-    with restoring(engine, prompts, policy="load", ids=[f"p{i}" for i in range(4)]) as batch:
-        thread.join()
-        assert [restored.session is None for restored in batch] == [True, True, False, False]
-        for restored in batch[2:]:
-            check(engine, restored, objects(inner))
+    batch = engine.generate(prompts, 2, policy="load", ids=[f"p{i}" for i in range(4)])
+    thread.join()
+    texts = [list(cold_text(engine.model, tuple(tokens), 2)) for tokens in prompts[2:]]
+    assert [generated.tokens for generated in batch] == [[], [], *texts]
 
 
 def test_aborting_a_prompt_that_is_finished_or_unknown_does_nothing(make_engine):
@@ -522,19 +498,42 @@ def test_aborts_from_many_threads_at_any_time(make_engine):
 # Full pools
 
 
-def test_prompts_that_do_not_fit_beside_unreleased_ones_are_refused(make_engine):
+def test_a_batch_that_does_not_fit_is_refused_before_anything_is_restored(make_engine, monkeypatch):
     engine = make_engine(cache_tokens=64)
     engine.save(prompt(30))
     with restoring(engine, [prompt(30)]) as [first]:
-        sentence = r"40 tokens need 10 pages and 8 are free; release restored prompts or raise cache_tokens"
-        with pytest.raises(RuntimeError, match=sentence):
+        monkeypatch.setattr(engine._locator, "locate", None)
+        sentence = "a batch of {} needs {} pages of 4 tokens and 8 are free; restore fewer prompts at a time, release"
+        with pytest.raises(RuntimeError, match=sentence.format(1, 10)):
             engine.restore([prompt(40)])
-        with pytest.raises(RuntimeError, match="need 10 pages and 0 are free"):
-            engine.restore([prompt(30), prompt(40)])  # the first of these fits
+        with pytest.raises(RuntimeError, match=sentence.format(2, 14)):
+            engine.restore([prompt(25), prompt(20)], room=4)
+        sentence = "40 tokens and 2 to come need 11 pages of 4 tokens and 8 are free; release restored prompts or raise"
+        with pytest.raises(RuntimeError, match=sentence):
+            engine.generate([prompt(30), prompt(40)], 3)  # the first of these fits
+        monkeypatch.undo()
         check(engine, first, objects(engine.store))
         with restoring(engine, [prompt(30)]) as [second]:
             check(engine, second, objects(engine.store))
+        assert len(engine.generate([prompt(20, seed=1), prompt(28)], 3)) == 2  # one after the other
     assert_nothing_held(engine)
     assert engine.release(first) is None  # again: nothing happens
     with restoring(engine, [prompt(40)]) as [restored]:
         check(engine, restored)
+
+
+@every_policy
+def test_a_batch_larger_than_the_page_pool_is_generated_in_parts(make_engine, policy):
+    engine = make_engine(cache_tokens=64)
+    prompts = [prompt(length, seed=length) for length in (30, 30, 62, 1, 17, 9, 30, 58)]
+    batch = engine.generate(prompts, 3, policy=policy)
+    assert [generated.restored.tokens.tolist() for generated in batch] == prompts
+    assert [tuple(g.tokens) for g in batch] == [cold_text(engine.model, tuple(tokens), 3) for tokens in prompts]
+    parts = dict.fromkeys(id(generated.restored.timeline) for generated in batch)
+    assert len(parts) == 5  # of 16 pages: 8 + 8, 16, 1 + 5 + 3, 8, 15
+    assert batch[6].restored.request.prefix == 24  # whole chunks, which the first part saved
+    assert_nothing_held(engine)
+    saved = objects(engine.store)
+    poison(engine)
+    assert [g.tokens for g in engine.generate(prompts, 3, policy=policy)] == [g.tokens for g in batch]
+    assert objects(engine.store).keys() == saved.keys()

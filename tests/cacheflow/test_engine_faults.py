@@ -136,13 +136,15 @@ def test_a_read_that_fails_is_recomputed_and_counted(make_engine, fault, policy)
         poison(engine)
         with restoring(engine, [TOKENS], policy=policy) as [restored]:
             check(engine, restored, objects(inner))
-            assert set(restored.failures) == {reason}, place
+            # Where the link is behind, pipelined may have computed the very cells.
+            assert faulty.injected or (policy == "pipelined" and place != "everywhere"), place
+            assert set(restored.failures) == ({reason} if faulty.injected else set()), place
             if fault == "raises":  # the whole call fails, other chunks of the same op with it
                 assert restored.failures[reason] >= faulty.injected
             else:
                 assert restored.failures[reason] == faulty.injected
             # Never asked again: more than one failure of a chunk can only have been in flight together.
-            assert max(asked.values()) <= (1 if policy in ("load", "token") else AHEAD)
+            assert max(asked.values(), default=0) <= (1 if policy in ("load", "token") else AHEAD)
     assert_recovered(engine, policy, inner)
 
 

@@ -111,4 +111,4 @@ def test_a_full_hidden_pool_says_what_to_do():
     with pytest.raises(MemoryError, match="3 tokens do not fit the 2 free rows of 5; raise hidden_tokens"):
         hidden.allocate(3)
     hidden.release(rows)
-    assert hidden.allocate(5) == [0, 1, 2, 3, 4]
+    assert hidden.allocate(5).tolist() == [0, 1, 2, 3, 4]

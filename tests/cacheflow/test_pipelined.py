@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import accumulate, permutations
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from cacheflow import bounds, policies
 from cacheflow.costs.base import Costs, ModelShape
 from cacheflow.costs.roofline import GBPS, Roofline, device
 from cacheflow.op import COMPUTE, FETCH, Op
 from cacheflow.plane import Plane
-from cacheflow.policies.pipelined import OVERTAKEN, Pipelined
+from cacheflow.policies.pipelined import JOINED, OVERTAKEN, Pipelined, _rank
 from cacheflow.policies.stairs import Planner, plan_batch
 from cacheflow.request import Request
 from cacheflow.simulate import Simulation
@@ -57,13 +61,15 @@ def test_one_request_is_near_the_bound_and_behind_no_other_policy(name):
 @pytest.mark.parametrize("row", [True, False])
 @pytest.mark.parametrize("gbps", [5, 40, 400])
 def test_the_planner_predicts_what_the_simulator_runs(monkeypatch, partly, columns, row, gbps):
-    """Whatever stairs it is made to take; only launches that would wait are cut in two where nothing else runs."""
+    """Whatever stairs it is made to take, layer by layer; only launches that would wait are cut in two where nothing
+    else runs."""
     costs, one = roofline("H100", gbps), request("a", 4096, 100)
     planner = Planner(Plane(one), costs, 8192, STAGING)
-    stairs = planner.evaluate(columns, partly if columns < 8 else 0, row)
+    stairs = planner.evaluate(columns, partly if columns < 8 else 0, planner.count if row else 0)
     monkeypatch.setattr(Planner, "best", lambda self, *arguments: stairs)
     monkeypatch.setattr("cacheflow.policies.pipelined._Climb.relieve", lambda self, now: None)
     monkeypatch.setattr("cacheflow.policies.pipelined._Climb.take_over", lambda self, now: None)
+    monkeypatch.setattr("cacheflow.policies.pipelined.JOINED", 0)
     simulation = Simulation(Pipelined(costs, staging_cells=STAGING), [one])
     assert simulation.ttft["a"] <= stairs.seconds * (1 + 1e-9)
     assert simulation.ttft["a"] >= 0.97 * stairs.seconds
@@ -76,7 +82,9 @@ def test_bisection_finds_the_best_stairs():
         for prefix, suffix in ((2048, 64), (4096, 700)):
             planner = Planner(Plane(request("a", prefix, suffix)), roofline("A100-40G", gbps), 8192, STAGING)
             steps = LLAMA.layers - 1
-            every = [planner.evaluate(*divmod(u, steps)).seconds for u in range(planner.count * steps + 1)]
+            every = [
+                planner.evaluate(*divmod(u, steps), planner.count).seconds for u in range(planner.count * steps + 1)
+            ]
             assert planner.best(planner.count).seconds <= min(every) * 1.002
 
 
@@ -107,7 +115,7 @@ def test_a_batch_plan_is_at_least_as_good_as_each_request_for_itself():
     for seed in range(4):
         planners = [Planner(Plane(one), costs, 8192, STAGING) for one in lognormal(12, seed, 64)]
         limits = [planner.count for planner in planners]
-        chosen = plan_batch(planners, limits, 0.0, 0.0)
+        chosen = plan_batch(planners, limits, 0.0, 0.0, Pipelined.objective)
         alone = [planner.best(planner.count) for planner in planners]
         assert _mean(chosen) <= 1.06 * _mean(alone)
         assert _last(chosen) <= 1.02 * _last(alone)
@@ -212,3 +220,85 @@ def test_nobody_is_overtaken_for_ever():
             short.done = True
             policy.remove(short.request.id)
     assert served == [f"short {number}" for number in range(OVERTAKEN + 1)] + ["long"] * 3
+
+
+def test_a_deadline_goes_before_length():
+    costs = roofline("H100", 40)
+    long, short = request("long", 32768, 64), request("short", 4096, 64)
+    alone = ttft("pipelined", costs, [long])["long"]
+    free = ttft("pipelined", costs, [long, short])
+    wanted = ttft("pipelined", costs, [replace(long, deadline=1.05 * alone), short])
+    assert free["short"] < free["long"] > 1.05 * alone
+    assert wanted["long"] <= 1.05 * alone < wanted["short"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 30), st.floats(0.05, 3)), min_size=1, max_size=6))
+def test_the_fewest_are_late(work):
+    """Against every order, where one is served after another."""
+    costs = roofline("H100", 40)
+    climbs = []
+    for i, (chunks, deadline) in enumerate(work):
+        policy = Pipelined(costs)
+        policy.add(Plane(replace(request(f"r{i}", CHUNK * chunks, 64), deadline=deadline)))
+        climbs.append(policy._climbs[f"r{i}"])
+
+    def late(order) -> int:
+        ends = accumulate(climb.alone for climb in order)
+        return sum(end > climb.due(0.0) for climb, end in zip(order, ends, strict=True))
+
+    assert late(_rank(climbs, 0.0)) == min(map(late, permutations(climbs)))
+
+
+def test_a_deadline_must_be_some_time():
+    with pytest.raises(ValueError, match="deadline 0 must be above 0 seconds"):
+        replace(request("a", CHUNK, 1), deadline=0)
+
+
+def test_worst_is_for_the_last_first_token():
+    """At its most, a plan for the mean ends later than two-pointer; one for the last does not."""
+    costs, batch = roofline("H100", 10), lognormal(8, 3, 64)
+    mean, last, theirs = (
+        ttft(name, costs, batch) for name in ("pipelined", "cacheflow.policies.pipelined:Worst", "two-pointer")
+    )
+    assert max(last.values()) <= max(theirs.values()) < max(mean.values())
+    assert statistics.fmean(mean.values()) < statistics.fmean(last.values())
+
+
+def ops(policy: Pipelined, batch: list[Request]) -> tuple[list[Op], float]:
+    """Compute ops, and the mean TTFT."""
+    simulation = Simulation(policy, batch)
+    computed = [span.op for span in simulation.timeline.spans if span.op.kind == COMPUTE]
+    return computed, statistics.fmean(simulation.ttft.values())
+
+
+def test_layers_are_joined_where_a_launch_would_cost_more_than_it_does(monkeypatch):
+    costs, cold = roofline("H100", 10), [request("a", 0, 64)]
+    joined, seconds = ops(Pipelined(costs), cold)
+    assert max(map(costs.seconds, joined)) <= JOINED * costs.fixed(COMPUTE)
+    monkeypatch.setattr("cacheflow.policies.pipelined.JOINED", 0)
+    single, apart = ops(Pipelined(costs), cold)
+    assert len(joined) < len(single) == LLAMA.layers
+    assert apart - seconds == pytest.approx((len(single) - len(joined)) * costs.fixed(COMPUTE))
+
+
+def test_short_requests_share_a_launch_where_it_pays(monkeypatch):
+    """Their weights are read once. Long ones have work enough of their own."""
+    costs = roofline("H100", 10)
+    short, long = ([request(f"r{i}", 0, tokens) for i in range(8)] for tokens in (16, 4096))
+    shared, mean = ops(Pipelined(costs), short)
+    assert max(len(op.requests) for op in shared) > 1
+    assert all(len(op.requests) == 1 for op in ops(Pipelined(costs), long)[0])
+    monkeypatch.setattr(Pipelined, "_with_others", lambda self, op, behind, now: op)
+    assert mean < 0.9 * ops(Pipelined(costs), short)[1]
+
+
+def test_what_others_do_meanwhile_does_not_make_the_first_late():
+    """They fill what it leaves of compute, in launches that end before it can go on."""
+    costs = roofline("H100", 40)
+    first, behind = request("first", 8192, 64), request("behind", 0, 16384)
+    alone = ttft("pipelined", costs, [first])["first"]
+    policy = Pipelined(costs, staging_cells=STAGING)
+    both = Simulation(policy, [first, behind], arrivals={"behind": 0.001}).ttft
+    assert both["first"] <= 1.05 * alone
+    assert both["behind"] <= alone + ttft("pipelined", costs, [behind])["behind"]

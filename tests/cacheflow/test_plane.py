@@ -307,3 +307,43 @@ def test_accepts_what_is_possible_and_nothing_else(request: Request, data: st.Da
             assert plane.missing[c] == cells.count(EMPTY) + cells.count(LOADING)
             assert plane.height[c] == model.height[c]
         assert plane.in_flight == sum(plane.columns_of(part)[1] - plane.columns_of(part)[0] for _, part in flying)
+        check_views(plane, model)
+
+
+def check_views(plane: Plane, model: Model) -> None:
+    """What looks at many cells at once sees what single cells are."""
+    columns, state = range(plane.columns), model.state
+    for layer in range(plane.layers):
+        filled = [state[c, layer] in (LOADED, COMPUTED) for c in columns]
+        assert list(plane.filled_row(layer)) == filled
+        assert all(plane.filled(c, end, layer) == all(filled[c:end]) for c in columns for end in range(c, len(columns)))
+        loadable = [c for c in reversed(columns) if plane.loadable(c, layer)]
+        assert plane.loadable_columns(reversed(columns), layer) == loadable
+    for c in columns:
+        band = plane.loadable_band(c)
+        assert list(band) == [layer for layer in band if plane.loadable(c, layer)]
+        assert not any(plane.loadable(c, layer) for layer in range(band.stop, plane.layers))
+        assert not (band and band.start and plane.loadable(c, band.start - 1))
+        assert plane.loadable_band(c, plane.layers - 1).stop < plane.layers
+        part = columns[c:]
+        empty = [layer for layer in range(plane.layers) if any(state[other, layer] == EMPTY for other in part)]
+        if any(plane.unclaimed[other] for other in part):
+            assert list(plane.empty_layers(part)) == empty == list(plane.empty_layers(part, down=True))[::-1]
+        else:
+            assert not [*plane.empty_layers(part), *plane.empty_layers(part, down=True)]
+    assert plane.compute_only == [c for c in columns if plane.must_compute(c)]
+
+
+@pytest.mark.parametrize(
+    ("first", "tokens", "last", "end"),
+    [(0, 12, None, 3), (0, 11, None, 2), (1, 8, 2, 2), (1, 1, None, 2), (2, 100, None, 4), (2, 100, 3, 3)],
+)
+def test_within(first: int, tokens: int, last: int | None, end: int) -> None:
+    assert small().within(first, tokens, last) == end
+
+
+def test_parts_join_neighbours() -> None:
+    plane = small()
+    assert plane.parts([3, 0, 1]) == (plane.part(0, 2), plane.part(3, 4))
+    assert plane.parts(range(4)) == (plane.part(0, 4),)
+    assert plane.parts([]) == ()

@@ -136,15 +136,8 @@ def test_cancelled_requests_drain(
     case: tuple[list[Request], Costs, Callable[[Costs], Policy]], seed: int, data: st.DataObject
 ) -> None:
     batch, costs, make = case
-    at = {request.id: data.draw(st.integers(0, 12)) for request in batch if data.draw(st.booleans())}
-    cancel = {step: [r for r, s in at.items() if s == step] for step in at.values()}
-    result = run(
-        make(costs),
-        batch,
-        costs=costs,
-        fail=failing(batch, "columns", seed),
-        cancel=lambda step: next(iter(cancel.get(step, [])), None),
-    )
+    at = {request.id: (data.draw(st.integers(0, 12)), 0.0) for request in batch if data.draw(st.booleans())}
+    result = run(make(costs), batch, costs=costs, fail=failing(batch, "columns", seed), cancels=at)
     check(result, cancelled=frozenset(at))
 
 

@@ -1,12 +1,8 @@
-"""staircase: near the optimum of restoration time, never behind single axes, online; and tables of what it costs.
-
-`python -m tests.cacheflow.test_staircase` prints the tables.
-"""
+"""staircase: near the optimum of restoration time, never behind single axes, online."""
 
 from __future__ import annotations
 
 import random
-import time
 from typing import Any
 
 import numpy as np
@@ -18,12 +14,13 @@ from cacheflow import bounds, policies
 from cacheflow.costs.base import Costs, ModelShape
 from cacheflow.costs.roofline import GBPS, Roofline, device
 from cacheflow.loop import Loop
-from cacheflow.op import COMPUTE, FETCH, Op
+from cacheflow.op import COMPUTE, FETCH
 from cacheflow.plane import Plane
-from cacheflow.policies.staircase import Staircase, Stairs, plan
+from cacheflow.policies.knapsack import plan
+from cacheflow.policies.staircase import Staircase, Stairs
 from cacheflow.request import Request
 from cacheflow.simulate import Simulation, VirtualBackend
-from tests.cacheflow import strategies
+from tests.cacheflow import optimum, strategies
 from tests.cacheflow.strategies import Affine
 
 DEVICES = ("A100-40G", "H100")
@@ -46,47 +43,10 @@ def restoration(policy: str, requests: list[Request], costs: Costs, actual: Cost
     return Simulation(policies.find(policy)(costs), requests, costs=actual).timeline.summary(requests).end
 
 
-class FreeSuffix(Affine):
-    """A suffix that takes no time, so that one request's does not delay another's restoration."""
-
-    def seconds(self, op: Op) -> float:
-        if op.kind == COMPUTE and all(part.start >= self.prefix[part.request] for part in op.parts):
-            return 0.0
-        return super().seconds(op)
-
-    prefix: dict[str, int]
-
-
-def tiny(choose: random.Random, count: int, chunks: int, layers: int) -> tuple[list[Request], FreeSuffix]:
-    """A hole now and then, and a link somewhere around balance."""
-    project, pair = choose.choice([0.04, 0.1, 0.3]), choose.choice([0.0, 0.02, 0.2])
-    batch, compute, cells = [], 0.0, 0
-    for id in "ab"[:count]:
-        prefix, suffix = chunks * 4 - choose.randrange(4), choose.randrange(1, 4)
-        holes = [c for c in range(chunks) if choose.random() < 0.1]
-        batch.append(Request.of(id, prefix=prefix, suffix=suffix, chunk=4, layers=layers, holes=holes))
-        compute += layers * (prefix * (1 + project) + pair * prefix**2 / 2)
-        cells += layers * prefix
-    bandwidth = 8 * cells / compute * 10 ** choose.uniform(-0.5, 0.8)
-    costs = FreeSuffix((None,) * layers, project=project, pair=pair, bandwidth=bandwidth)
-    costs.prefix = {request.id: request.prefix for request in batch}
-    return batch, costs
-
-
-def gaps(seed: int, count: int) -> list[tuple[float, bool]]:
-    """Random tiny planes, one of 6 x 4 and two of 3 x 3 in turn: time over the optimum, and whether all is stored."""
-    choose, found = random.Random(seed), []
-    for i in range(count):
-        batch, costs = tiny(choose, 2, 3, 3) if i % 2 else tiny(choose, 1, 6, 4)
-        ratio = restoration("staircase", batch, costs) / bounds.exact(batch, costs, "restoration")
-        found.append((ratio, all(all(request.stored) for request in batch)))
-    return found
-
-
 def test_tiny_planes_within_a_per_cent_of_the_optimum() -> None:
-    found = gaps(seed=0, count=500)
-    assert max(ratio for ratio, _ in found) <= 1.01
-    assert max(ratio for ratio, stored in found if stored) <= 1 + 1e-9
+    for batch, costs in optimum.planes(seed=0, count=500):
+        ratio = restoration("staircase", batch, costs) / bounds.exact(batch, costs, "restoration")
+        assert ratio <= (1 + 1e-9 if all(all(request.stored) for request in batch) else 1.01)
 
 
 @pytest.mark.parametrize("name", DEVICES)
@@ -237,56 +197,3 @@ def test_requests_come_and_go(data: st.DataObject) -> None:
             break
     assert loop.idle and len(set(done)) == len(done)
     assert {request.id for request in batch} - set(leaves) <= set(done)
-
-
-# Tables
-
-
-def suffix_table() -> None:
-    """What restoring first and running the suffix afterwards costs: TTFT over the lower bound."""
-    print("Llama-3.1-8B on H100: TTFT over bound (restoration alone over bound) by suffix length\n")
-    print("  Gbps  tokens " + "".join(f"{suffix:>18}" for suffix in (64, 256, 512, 1024, 2048)))
-    for gbps in (10, 40, 80):
-        for tokens in LENGTHS:
-            cells = []
-            for suffix in (64, 256, 512, 1024, 2048):
-                costs = llama(gbps=gbps)
-                request = prompt(tokens, costs, suffix=suffix)
-                simulation = Simulation(Staircase(costs), [request])
-                bound = bounds.lower([request], costs)
-                restored = simulation.timeline.summary([request]).end / bound
-                cells.append(f"{simulation.ttft['a'] / bound:>10.3f} ({restored:.3f})")
-            print(f"{gbps:>6} {tokens // 1024:>6}K " + "".join(cells))
-
-
-def optimum_table(seeds: int = 8) -> None:
-    found = [gap for seed in range(seeds) for gap in gaps(seed, 500)]
-    ratios = sorted(ratio for ratio, _ in found)
-    over = sum(ratio > 1.01 for ratio in ratios)
-    print(f"tiny planes: {len(ratios)}, over 1.01: {over}, worst {ratios[-1]:.4f}; ", end="")
-    print(f"all stored: {sum(s for _, s in found)}, worst {max(r for r, s in found if s):.4f}")
-
-
-def planner_table() -> None:
-    print("layers  tokens  requests   add and plan   over the fractional optimum (A100, H100 x 10, 40, 80 Gbps)")
-    for layers, tokens, count in ((32, 4096, 1), (32, 131072, 1), (64, 131072, 1), (64, 16384, 16), (64, 131072, 16)):
-        worst, seconds = 0.0, []
-        for name in DEVICES:
-            for gbps in (10, 40, 80):
-                costs = llama(layers, gbps, name)
-                batch = [prompt(tokens - 100 * i, costs, str(i)) for i in range(count)]
-                end, ideal = planned(batch, costs)
-                worst = max(worst, end / ideal - 1)
-                policy, planes = Staircase(costs), [Plane(request) for request in batch]
-                start = time.perf_counter()
-                for plane in planes:
-                    policy.add(plane)
-                policy.next("link", 0.0)
-                seconds.append(time.perf_counter() - start)
-        print(f"{layers:>6} {tokens // 1024:>6}K {count:>9} {1e3 * min(seconds):>11.1f} ms   {worst:.2e}")
-
-
-if __name__ == "__main__":
-    planner_table()
-    optimum_table()
-    suffix_table()

@@ -310,6 +310,26 @@ class TestCommand:
         ]
         assert out.count(" Gbps: token carries ") == 2
 
+    def test_compact(self, cacheflow: Any) -> None:
+        """The same means, a column per link and load."""
+        run = [*SMALL, "--gbps", "10,40", "--load", "0.5,0.9", "--evict", "lru,restoration", "--store", "1GiB"]
+        rows = json.loads(cacheflow(*run, "--json")[1])["rows"]
+        status, out, err = cacheflow(*run, "--compact")
+        table = [
+            line.replace("*", "").split() for line in out.splitlines() if line.startswith(("lru ", "restoration "))
+        ]
+        assert status == 0 and err == ""
+        assert [line[:2] for line in table] == [[e, p] for e in ("lru", "restoration") for p in ("load", "token")]
+        for evict, policy, *cells in table:
+            same = [row for row in rows if (row["evict"], row["policy"]) == (evict, policy)]
+            means = [(row["ttft_seconds"]["mean"], row["returning_ttft_seconds"]["mean"]) for row in same]
+            assert cells == [text for mean, back in means for text in (f"{mean:.2f}", f"({back:.2f})")]
+        by_column: dict[Any, list[float]] = {}
+        for row in rows:
+            by_column.setdefault((row["gbps"], row["load"]), []).append(row["ttft_seconds"]["mean"])
+        best = sum(means.count(min(means)) for means in by_column.values())
+        assert out.count("*") == best + 1 and len(by_column) == 4  # one in the legend
+
     def test_json(self, cacheflow: Any) -> None:
         status, out, err = cacheflow(*SMALL, "--load", "0.5,0.8", "--json")
         report = json.loads(out)

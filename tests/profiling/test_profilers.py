@@ -70,7 +70,7 @@ def test_nsys_records_restorations(capsys):
 
 
 def test_nsys_and_the_engine_mean_the_same_range():
-    assert f'ranges.span("{nsys.overlap.RESTORE}"' in inspect.getsource(Engine.restore)
+    assert f'ranges.span("{nsys.overlap.RESTORE}"' in inspect.getsource(Engine)
     assert f"--nvtx-capture=restore@{ranges.DOMAIN}" in nsys.CAPTURE
 
 
