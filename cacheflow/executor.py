@@ -17,7 +17,7 @@ from cacheflow.costs.base import Costs
 from cacheflow.devices import Device, Staging
 from cacheflow.loop import AHEAD, Completion, Failures
 from cacheflow.op import COMPUTE, COPY, FETCH, SAVE, Op, Part
-from cacheflow.sessions import Landing, Prepared, Session, Sessions
+from cacheflow.sessions import Landing, Prepared, Session, Sessions, alike, staged
 from cacheflow.stores.base import ERROR, TIMEOUT, Store, WriteResult
 from cacheflow.stores.layout import Layout
 from cacheflow.streams import Event, Job, Stream, Workers
@@ -371,8 +371,9 @@ class Executor:
             if buffer.device is not buffer.host:
                 used = slice(landings[0].start, landings[-1].start + landings[-1].read.nbytes)
                 buffer.device[used].copy_(buffer.host[used], non_blocking=True)
-            slots = self.device.put([landing.slots for landing in landings])
-            for landing, places in zip(landings, slots, strict=True):
-                staging = landing.on(buffer.device, self.sessions.dtype)
-                self.model.ops.pages_from_staging(staging[:, 0], pages.k[band], places)
-                self.model.ops.pages_from_staging(staging[:, 1], pages.v[band], places)
+            groups = list(alike(landings))
+            slots = self.device.put([torch.stack([landing.slots for landing in group]) for group in groups])
+            for group, places in zip(groups, slots, strict=True):
+                staging = staged(group, buffer.device, self.sessions.dtype)
+                self.model.ops.pages_from_staging(staging[:, :, 0], pages.k[band], places)
+                self.model.ops.pages_from_staging(staging[:, :, 1], pages.v[band], places)

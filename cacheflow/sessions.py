@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -78,11 +78,36 @@ class Landing:
     start: int
     slots: torch.Tensor
 
-    def on(self, buffer: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """[layers, 2, kv_heads, tokens, width], K before V: its share of a staging buffer, [bytes] uint8."""
-        layout = self.read.layout
-        shape = (len(self.read.layers), len(layout.parts), layout.kv_heads, layout.tokens, layout.parts[0].width)
-        return buffer[self.start : self.start + self.read.nbytes].view(dtype).view(shape)
+
+def alike(landings: Sequence[Landing]) -> Iterator[list[Landing]]:
+    """Neighbours of one shape, at equal distances: what `staged` can show as one tensor."""
+    group: list[Landing] = []
+    for landing in landings:
+        if group and (
+            landing.read.nbytes != group[0].read.nbytes
+            or landing.read.layout != group[0].read.layout
+            or landing.start - group[-1].start != _padded(landing.read.nbytes)
+        ):
+            yield group
+            group = []
+        group.append(landing)
+    if group:
+        yield group
+
+
+def staged(group: Sequence[Landing], buffer: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[chunks, layers, 2, kv_heads, tokens, width], K before V: a group's share of a staging buffer, [bytes] uint8."""
+    read, start, step = group[0].read, group[0].start, _padded(group[0].read.nbytes)
+    layout, last = read.layout, start + (len(group) - 1) * step + read.nbytes
+    shape = (len(read.layers), len(layout.parts), layout.kv_heads, layout.tokens, layout.parts[0].width)
+    cells = buffer[start : start + read.nbytes].view(dtype).view(shape)
+    whole = buffer[start:last].view(dtype)
+    return whole.as_strided((len(group), *shape), (step // dtype.itemsize, *cells.stride()))
+
+
+def _padded(nbytes: int) -> int:
+    """Bytes from a landing to the next."""
+    return -(-nbytes // DIRECT) * DIRECT
 
 
 def adjacent(runs: Sequence[torch.Tensor]) -> slice | torch.Tensor:
@@ -203,5 +228,5 @@ class Sessions:
                     destination=region.numpy(),
                 )
                 found.append(Landing(piece, read, offset, slots))
-                offset += -(-size // DIRECT) * DIRECT
+                offset += _padded(size)
         return found

@@ -90,7 +90,8 @@ def pages_from_staging(
 ) -> None:
     """Copies one part (K or V) of a band of layers from the store's layout into pages.
 
-    staging: [layers, kv_heads, tokens, width], any strides.
+    staging: [layers, kv_heads, tokens, width], any strides. Of several chunks [chunks, layers, ...]: then slots and
+        scales have chunks first, too.
     pages: one [num_pages, page_size, kv_heads, width] per layer, or all of them as one tensor; staging's dtype, or any
         float one where staging is quantised.
     slots: [tokens] int64, page * page_size + offset; -1 = the token is not copied.
@@ -100,10 +101,10 @@ def pages_from_staging(
     """
     check_transfer(staging, pages, slots, scales)
     for index, layer_pages in enumerate(pages):
-        values = staging[index]
+        values = staging[..., index, :, :, :]
         if scales is not None:
-            values = (values.float() * scales[index].unsqueeze(-1)).to(layer_pages.dtype)
-        _write(layer_pages, slots, values.transpose(0, 1))
+            values = (values.float() * scales[..., index, :, :].unsqueeze(-1)).to(layer_pages.dtype)
+        _write(layer_pages, slots, values.transpose(-3, -2))
 
 
 def staging_from_pages(pages: Sequence[torch.Tensor], slots: torch.Tensor, staging: torch.Tensor) -> None:
@@ -121,23 +122,29 @@ def check_transfer(
     staging: torch.Tensor, pages: Sequence[torch.Tensor], slots: torch.Tensor, scales: torch.Tensor | None = None
 ) -> None:
     """Raises ValueError unless these fit together as `pages_from_staging` says."""
-    if len(pages) != len(staging):
-        raise ValueError(f"staging has {len(staging)} layers and pages {len(pages)}; give the pages of the same band")
+    if staging.shape[:-4] != slots.shape[:-1]:
+        raise ValueError(
+            f"staging has chunks {list(staging.shape[:-4])} and slots {list(slots.shape[:-1])}; give the slots of each"
+        )
+    if len(pages) != staging.shape[-4]:
+        raise ValueError(
+            f"staging has {staging.shape[-4]} layers and pages {len(pages)}; give the pages of the same band"
+        )
     if (scales is not None) != (staging.dtype in QUANTISED):
         raise ValueError(
             f"staging is {staging.dtype} and has {'no ' if scales is None else ''}scales; quantised KV has"
         )
-    if scales is not None and (scales.shape != staging.shape[:3] or scales.dtype != torch.float32):
+    if scales is not None and (scales.shape != staging.shape[:-1] or scales.dtype != torch.float32):
         raise ValueError(
             f"scales are {list(scales.shape)} {scales.dtype}; give one float32 for each layer, head and token, "
-            f"{list(staging.shape[:3])}"
+            f"{list(staging.shape[:-1])}"
         )
     for layer_pages in pages:
-        expected = (layer_pages.shape[2], slots.shape[0], layer_pages.shape[3])
+        expected = (layer_pages.shape[2], slots.shape[-1], layer_pages.shape[3])
         converts = scales is not None and layer_pages.dtype.is_floating_point
-        if staging.shape[1:] != expected or (staging.dtype != layer_pages.dtype and not converts):
+        if staging.shape[-3:] != expected or (staging.dtype != layer_pages.dtype and not converts):
             raise ValueError(
-                f"staging holds {list(staging.shape[1:])} {staging.dtype} a layer where pages and slots need "
+                f"staging holds {list(staging.shape[-3:])} {staging.dtype} a layer where pages and slots need "
                 f"{list(expected)} {layer_pages.dtype}; stage the same heads, tokens and dtype"
             )
 
@@ -162,11 +169,18 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 
 
 def _write(pages: torch.Tensor, slots: torch.Tensor, values: torch.Tensor) -> None:
-    """pages: [num_pages, page_size, kv_heads, width]; slots: [tokens] int64; values: [tokens, kv_heads, width]."""
-    written = slots >= 0
+    """pages: [num_pages, page_size, kv_heads, width]; slots: [..., tokens] int64; values: [..., tokens, kv_heads,
+    width]."""
+    page_size, flat = pages.shape[1], slots.flatten()
+    tokens = pages.flatten(0, 1) if pages.stride(0) == page_size * pages.stride(1) else None  # one row of them: a view
+    first = int(flat[0]) if len(flat) else -1
+    if tokens is not None and first >= 0 and torch.equal(flat, torch.arange(first, first + len(flat))):
+        tokens[first : first + len(flat)].unflatten(0, slots.shape).copy_(values)
+        return
+    written, values = flat >= 0, values.flatten(0, -3)
     if not bool(written.all()):
-        slots, values = slots[written], values[written]
-    if pages.stride(0) == pages.shape[1] * pages.stride(1):  # one row of tokens, which is faster
-        pages.flatten(0, 1).index_copy_(0, slots, values)
+        flat, values = flat[written], values[written]
+    if tokens is not None:
+        tokens.index_copy_(0, flat, values)
     else:
-        pages[slots // pages.shape[1], slots % pages.shape[1]] = values
+        pages[flat // page_size, flat % page_size] = values

@@ -88,13 +88,17 @@ def staging_from_pages_kernel(
 def pages_from_staging(
     staging: torch.Tensor, pages: Sequence[torch.Tensor], slots: torch.Tensor, scales: torch.Tensor | None = None
 ) -> None:
-    """`kernels.reference.pages_from_staging`, in one launch for layers whose pages have the same strides and lie at
-    equal distances, as the layers of one tensor do, else in one for each.
+    """`kernels.reference.pages_from_staging`, of every chunk in one launch for layers whose pages have the same strides
+    and lie at equal distances, as the layers of one tensor do, else in one for each.
 
     Arguments as there, on the device; staging may also be pinned host memory. The last dimension is contiguous. Raises
     ValueError as there.
     """
     check_transfer(staging, pages, slots, scales)
+    if staging.dim() > 4:
+        for chunk, places in enumerate(slots):
+            pages_from_staging(staging[chunk], pages, places, None if scales is None else scales[chunk])
+        return
     for band, base in _bands(pages):
         _to_pages(staging[band], None if scales is None else scales[band], base, slots).run()
 

@@ -9,6 +9,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -197,18 +198,22 @@ class _Bench:
         slots = (torch.arange(layout.tokens) % (len(self.ids) * PAGE)).to(self.model.device)
         pages = [k for k, _ in self.pages]
 
-        def run() -> None:
+        def run(layers: int) -> None:
             if on_gpu:
-                staging.copy_(host, non_blocking=True)
-            self.model.ops.pages_from_staging(staging[:, 0], pages, slots)
-            self.model.ops.pages_from_staging(staging[:, 1], pages, slots)
+                staging[:layers].copy_(host[:layers], non_blocking=True)
+            self.model.ops.pages_from_staging(staging[:layers, 0], pages[:layers], slots)
+            self.model.ops.pages_from_staging(staging[:layers, 1], pages[:layers], slots)
 
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
-            return 0.0, layout.nbytes / self._time(run)
+            one, whole = self._time(partial(run, 1)), self._time(partial(run, layout.layers))
         finally:
             torch.set_num_threads(threads)
+        if layout.layers == 1 or whole <= one:
+            return 0.0, layout.nbytes / whole
+        bandwidth = layout.nbytes * (1 - 1 / layout.layers) / (whole - one)
+        return max(0.0, whole - layout.nbytes / bandwidth), bandwidth
 
 
 def _up_to(most: int, grid: tuple[int, ...]) -> tuple[int, ...]:

@@ -206,3 +206,24 @@ def test_beyond_32_bits(ops, pages, layer_stride):
 def test_reading_without_a_slot_is_refused(ops):
     with pytest.raises(ValueError, match="slot -1 is no place to read from"):
         ops.staging_from_pages(band("NHD"), SLOTS.clone().fill_(-1), random_staging())
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND", "joined"])
+@pytest.mark.parametrize("places", ["a run", "apart", "some without"])
+def test_several_chunks_at_once(ops, layout, places):
+    """As each for itself. Of the last, one token has no slot where `places` says so."""
+    chunks, apart = 3, torch.randperm(9 * PAGE)
+    slots = (torch.arange(7, 7 + 9) if places == "a run" else apart[:9]).view(chunks, 3)
+    if places == "some without":
+        slots[2, 1] = -1
+    staging = torch.randn(chunks, LAYERS, 2, KV_HEADS, 3, WIDTH)[:, :, 1]
+    pages, same = band(layout), band(layout)
+    ops.pages_from_staging(staging, pages, slots)
+    for chunk in range(chunks):
+        kernels.reference.pages_from_staging(staging[chunk], same, slots[chunk])
+    for one, other in zip(pages, same, strict=True):
+        assert torch.equal(one.isfinite(), other.isfinite())
+        assert torch.equal(one[one.isfinite()], other[other.isfinite()])
+    assert int(pages[0].isfinite().sum()) == int((slots >= 0).sum()) * KV_HEADS * WIDTH
+    with pytest.raises(ValueError, match=r"chunks \[3\] and slots \[2\]; give the slots of each"):
+        ops.pages_from_staging(staging, pages, slots[:2])
