@@ -193,12 +193,14 @@ def main() -> None:
         "python -m tests.cacheflow.optimum", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parts = ("tiny", "batches", "suffix")
-    parser.add_argument("part", nargs="*", choices=parts, help="which tables; default all")
+    parser.add_argument("part", nargs="*", help=f"which tables, of {', '.join(parts)}; default all")
     parser.add_argument("--planes", type=common.count, default="500", help="of `tiny`; default %(default)s")
     parser.add_argument("--seeds", type=common.count, default="20", help="batches a row; default %(default)s")
     parser.add_argument("--policy", default="pipelined", help="of `batches`; default %(default)s")
     args = parser.parse_args()
     chosen = args.part or parts
+    if not set(chosen) <= set(parts):
+        parser.error(f"{' '.join(args.part)} are not all tables; choose of {', '.join(parts)}")
     if "tiny" in chosen:
         tiny_table(args.planes)
     if "batches" in chosen:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate, permutations
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,6 +21,7 @@ from cacheflow.policies.stairs import Planner, plan_batch
 from cacheflow.request import Request
 from cacheflow.simulate import Simulation
 from models.config import ModelConfig
+from tests.cacheflow.optimum import lognormal
 
 LLAMA = ModelShape.of(ModelConfig.preset("llama-3.1-8b"), 2)
 CHUNK, STAGING, FETCH_SECONDS = 512, 512 * 32, 10e-6
@@ -86,13 +86,6 @@ def test_bisection_finds_the_best_stairs():
                 planner.evaluate(*divmod(u, steps), planner.count).seconds for u in range(planner.count * steps + 1)
             ]
             assert planner.best(planner.count).seconds <= min(every) * 1.002
-
-
-def lognormal(count: int, seed: int, suffix: int) -> list[Request]:
-    """Prefixes with a median of 12K tokens, sigma 0.8."""
-    lengths = 12288 * np.exp(0.8 * np.random.default_rng(seed).standard_normal(count))
-    tokens = np.clip(lengths, CHUNK, 131072) // CHUNK * CHUNK
-    return [request(f"r{i}", int(n), suffix) for i, n in enumerate(tokens)]
 
 
 @pytest.mark.parametrize(("gbps", "suffix"), [(10, 64), (80, 512)])
