@@ -48,6 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     A user's error ends in one sentence on stderr. Any other exception is a bug and keeps its traceback.
     """
     heap.keep_freed_memory()
+    # Before PyTorch is loaded: a core that waits for another one's share of an op is free for the threads that load.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         args = parser().parse_args(argv)
         status = int(args.run(args))

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -107,7 +108,7 @@ def test_a_batch_names_its_requests_and_their_times(tmp_path):
 def test_times_count_from_the_first_op_of_a_timeline_that_began_later(tmp_path):
     request = CASES["plain"]
     run = simulate("token", request)
-    later = Timeline([span._replace(start=span.start + 7, end=span.end + 7) for span in run.timeline.spans])
+    later = Timeline([replace(span, start=span.start + 7, end=span.end + 7) for span in run.timeline.spans])
     for name, spans in (("now", run.timeline), ("later", later)):
         plots.lanes(spans, tmp_path / f"lanes-{name}.png", title="", ttft=run.ttft["a"])
         plots.plane(request, spans, tmp_path / f"plane-{name}.png", title="")
