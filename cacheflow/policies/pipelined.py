@@ -242,8 +242,8 @@ class _Climb:
 
     @property
     def layer(self) -> int:
-        """Where the suffix stands."""
-        return min(self.plane.height[self.plane.prefix_columns :])
+        """Where the suffix stands: its last column is the last to rise."""
+        return self.plane.height[-1]
 
     @property
     def begun(self) -> bool:
@@ -318,9 +318,12 @@ class _Climb:
         """A load of a cell that compute was to fill, where the link has time for it before compute gets there."""
         plane, policy, tops = self.plane, self.policy, self.tops
         assert tops is not None
-        column = max((c for c in range(len(tops)) if plane.available[c]), key=lambda c: (tops[c], c), default=-1)
-        layer = tops[column] - 1 if column >= 0 else 0
-        if layer < 1 or not plane.loadable(column, layer):
+        top = max(tops, default=0)
+        if top <= 1:
+            return None
+        column = max((c for c, t in enumerate(tops) if t == top and plane.available[c]), default=-1)
+        layer = top - 1
+        if column < 0 or not plane.loadable(column, layer):
             return None
         reached = policy.free_at("compute", now) + (layer - self.layer - 1) * self.alone / plane.layers
         landed = policy.free_at(LINK, now) + policy.link_seconds(plane.request.width(column))
