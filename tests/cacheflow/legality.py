@@ -159,6 +159,17 @@ def _remembered(value: object, requests: Container[str]) -> bool:
     return isinstance(value, Plane) or (isinstance(value, str) and value in requests)
 
 
+def columns(op: Op, requests: Sequence[Request]) -> list[Part]:
+    """The columns of an op, each as a part of its own."""
+    boundaries = {request.id: request.boundaries for request in requests}
+    return [
+        Part(part.request, start, stop)
+        for part in op.parts
+        for start, stop in pairwise(boundaries[part.request])
+        if part.start <= start and stop <= part.stop
+    ]
+
+
 def needed(request: Request, lost: frozenset[int]) -> set[tuple[int, int]]:
     """(column, layer) of all cells that must be filled when prefix columns `lost` can only be computed."""
     layers, suffix = request.layers, range(len(request.stored), request.columns)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from cacheflow.plane import Plane
 from cacheflow.policies.base import Policy
 from cacheflow.request import Request
 from tests.cacheflow import strategies
-from tests.cacheflow.legality import Run, check, run
+from tests.cacheflow.legality import Run, check, columns, run
 from tests.cacheflow.strategies import Affine
 
 SLACK = 1 - 1e-9  # sums in another order
@@ -98,18 +97,11 @@ def test_ops_fit_token_budget_and_staging_buffer(name: str, tokens: int, cells: 
 
 def failing(batch: list[Request], mode: str, seed: int) -> Callable[[Op], Failures]:
     """Fails whole ops, single columns of them, or everything."""
-    boundaries = {request.id: request.boundaries for request in batch}
     chance = random.Random(seed)
 
     def fail(op: Op) -> Failures:
-        columns = [
-            Part(part.request, start, stop)
-            for part in op.parts
-            for start, stop in pairwise(boundaries[part.request])
-            if part.start <= start and stop <= part.stop
-        ]
         whole = mode == "everything" or (mode == "ops" and chance.random() < 0.4)
-        return tuple((c, "lost") for c in columns if whole or (mode == "columns" and chance.random() < 0.4))
+        return tuple((c, "lost") for c in columns(op, batch) if whole or (mode == "columns" and chance.random() < 0.4))
 
     return fail
 

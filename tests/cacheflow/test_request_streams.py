@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from string import ascii_lowercase
 
 import pytest
@@ -22,7 +22,7 @@ from cacheflow.costs.base import Costs
 from cacheflow.costs.learned import Learned
 from cacheflow.eviction import EVICTIONS, ChunkStore
 from cacheflow.loop import AHEAD, Failures
-from cacheflow.op import Op, Part
+from cacheflow.op import Op
 from cacheflow.policies import pipelined
 from cacheflow.policies.base import Policy
 from cacheflow.policies.pipelined import OVERTAKEN
@@ -30,7 +30,7 @@ from cacheflow.request import Request
 from cacheflow.simulate import Simulation
 from cacheflow.timeline import Span
 from tests.cacheflow import strategies
-from tests.cacheflow.legality import Run, When, check, run
+from tests.cacheflow.legality import Run, When, check, columns, run
 
 SLACK = 1 - 1e-9  # sums in another order
 
@@ -81,17 +81,10 @@ class Case:
 
 def losing(requests: list[Request], share: float, seed: int) -> Callable[[Op], Failures]:
     """Fails a share of all columns, one by one."""
-    boundaries = {request.id: request.boundaries for request in requests}
     chance = random.Random(seed)
 
     def fail(op: Op) -> Failures:
-        columns = [
-            Part(part.request, start, stop)
-            for part in op.parts
-            for start, stop in pairwise(boundaries[part.request])
-            if part.start <= start and stop <= part.stop
-        ]
-        return tuple((column, "lost") for column in columns if chance.random() < share)
+        return tuple((column, "lost") for column in columns(op, requests) if chance.random() < share)
 
     return fail
 
