@@ -87,8 +87,11 @@ class Pipelined(Policy):
     def _with_others(self, op: Op, behind: list[_Climb], now: float) -> Op:
         """The op, and what others can do at its layers, where that makes the sum of first tokens come sooner: with k
         requests in an op, one more is worth it if its own op takes longer than it would delay all k + 1."""
+        layer = op.layers.start
         for climb in behind:
-            other = climb.next_compute(now, float("inf")) if climb.layer == op.layers.start else None
+            if climb.layer != layer or op.tokens + climb.tokens(layer) > self.token_budget:
+                continue
+            other = climb.next_compute(now, float("inf"))
             if other is None or other.layers != op.layers or op.tokens + other.tokens > self.token_budget:
                 continue
             alone = self.costs.seconds(other)
@@ -219,7 +222,7 @@ class _Climb:
         self.stairs: Stairs | None = None
         self.tops: list[int] | None = None
         self.windowed = any(plane.request.windows)
-        self.alone = self.planner.best(plane.prefix_columns).seconds
+        self.alone = self.planner.estimate()
         self._due: float | None = None
         self.promised = 0
         self.wave = wave
@@ -244,6 +247,12 @@ class _Climb:
     def layer(self) -> int:
         """Where the suffix stands: its last column is the last to rise."""
         return self.plane.height[-1]
+
+    def tokens(self, layer: int) -> int:
+        """Of its launch at a layer, as planned."""
+        request, stairs = self.plane.request, self.stairs
+        columns = 0 if stairs is None else stairs.columns if layer else stairs.first
+        return request.boundaries[columns] + request.tokens - request.prefix
 
     @property
     def begun(self) -> bool:
@@ -375,9 +384,9 @@ class _Climb:
             return self._runs
         runs, before = list[_Run](), None
         plane = self.plane
-        for column in range(plane.columns):
+        for column, states in enumerate(zip(*plane.state, strict=True)):
             top, height = self._top(column), plane.height[column]
-            cells = bytes(row[column] for row in plane.state[height:top])
+            cells = states[height:top]
             alike = (height, top, cells, plane.available[column])
             if alike == before and LOADING not in cells:
                 runs[-1] = runs[-1]._replace(last=column + 1)

@@ -7,6 +7,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -80,6 +81,17 @@ class Planner:
                 found.append(self.evaluate(one.columns, one.partly, one.first - fewer, *at))
         return min(found, key=lambda stairs: stairs.seconds)
 
+    def estimate(self) -> float:
+        """About how long the best stairs take: where compute and link meet on lines between a few splits."""
+        units = self.units(self.count)
+        spread = sorted({i * units // ESTIMATED for i in range(ESTIMATED + 1)})
+        found = [self.evaluate(*self.split(i), self.rows[-1]) for i in spread]
+        for one, more in pairwise(found):
+            late, later = one.compute - one.link, more.compute - more.link
+            if late <= 0 < later:
+                return one.compute + (more.compute - one.compute) * late / (late - later)
+        return min(stairs.seconds for stairs in found)
+
     def units(self, most: int) -> int:
         """How many cells above the first layer may be computed of `most` leading columns, holes not counted."""
         return self.steps * bisect_left(self._stored, min(most, self.count))
@@ -116,9 +128,9 @@ class Planner:
             if fetch:
                 # Waiting for the first of these layers' loads, or for the last, is all that can hold them up. They
                 # land as fast as the slower of link and copies is.
-                step, pieces = max(fetch, copy), self.pieces(computed)
-                more, cut = (pieces - 1) * costs.fixed(FETCH), copy / pieces
                 begins, ends = not link, done == self.layers
+                step, pieces = max(fetch, copy), self.pieces(computed) if begins or ends else 1
+                more, cut = (pieces - 1) * costs.fixed(FETCH), copy / pieces
                 time = max(time, landed + fetch + (more + cut if begins else copy)) + launch * layers
                 landed += step * layers + more * begins
                 time = max(time, landed - step + fetch + (more + cut if ends else copy) + launch)
@@ -144,9 +156,10 @@ class Planner:
 
     def _fetch(self, columns: int) -> tuple[float, float]:
         """Seconds on the link of a layer of which so many columns are computed, and of what is copied at its end."""
-        costs = self.costs
-        loaded = self.bounds[self.count] - self.bounds[columns]
-        loaded -= sum(stop - start for start, stop in self.holes if start >= self.bounds[columns])
+        costs, start = self.costs, self.bounds[columns]
+        loaded = self.bounds[self.count] - start
+        if self.holes:
+            loaded -= sum(after - hole for hole, after in self.holes if hole >= start)
         if not loaded:
             return 0.0, 0.0
         fetches = -(-loaded // self.staging)
@@ -172,6 +185,7 @@ class Planner:
         return seconds + launches * costs.fixed(COMPUTE) + (costs.head_seconds(1) if last else 0.0)
 
 
+ESTIMATED = 6  # splits that are worked out for an estimate, between nothing and everything
 PIECES = 4  # most fetches of the first layer, and of the last
 
 

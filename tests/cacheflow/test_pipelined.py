@@ -295,3 +295,10 @@ def test_what_others_do_meanwhile_does_not_make_the_first_late():
     both = Simulation(policy, [first, behind], arrivals={"behind": 0.001}).ttft
     assert both["first"] <= 1.05 * alone
     assert both["behind"] <= alone + ttft("pipelined", costs, [behind])["behind"]
+
+
+@pytest.mark.parametrize("gbps", [5, 10, 40, 80, 400])
+@pytest.mark.parametrize(("prefix", "suffix"), [(0, 500), (2048, 64), (16384, 2048), (131072, 64)])
+def test_an_estimate_is_near_the_best(gbps, prefix, suffix):
+    planner = Planner(Plane(request("a", prefix, suffix)), roofline("H100", gbps), 8192, STAGING)
+    assert planner.estimate() == pytest.approx(planner.best(planner.count).seconds, rel=0.04)
