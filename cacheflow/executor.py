@@ -253,7 +253,7 @@ class Executor:
         part = Part(session.plane.request.id, start, start + layout.tokens)
         op = Op(SAVE, range(layout.layers), (part,))
         slots = session.slots[part.start : part.stop]
-        staged: list[torch.Tensor] = []
+        gathered: list[torch.Tensor] = []
         started = ranges.start(SAVE, SAVE, lambda: layout.nbytes)  # ends on another thread
 
         def work() -> None:
@@ -263,13 +263,13 @@ class Executor:
             [places] = self._put(slots)
             self.model.ops.staging_from_pages(pages.k, places, staging[:, 0])
             self.model.ops.staging_from_pages(pages.v, places, staging[:, 1])
-            staged.append(self.device.get(staging))
+            gathered.append(self.device.get(staging))
 
         def write(begun: float, end: float, error: BaseException | None) -> None:
             result = WriteResult(ok=False, reason=ERROR, nbytes=0)
             try:
                 if error is None:
-                    result = self.store.write(key, layout, staged[0].view(torch.uint8).numpy().reshape(-1))
+                    result = self.store.write(key, layout, gathered[0].view(torch.uint8).numpy().reshape(-1))
             except Exception:  # a store that raises has not stored; that is all that saving needs to know
                 pass
             finally:

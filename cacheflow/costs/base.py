@@ -146,6 +146,7 @@ class Costs(ABC):
     fetch_seconds, copy_seconds: fixed per op. copy_bandwidth: staging to pages, bytes per second.
     project_marginal, advance_marginal: seconds per token and layer. pair_marginal: per (query, key) pair and layer.
     compute_fixed: seconds per compute op. layer_fixed: seconds per layer of a compute op, whatever it holds.
+    revision: differs whenever seconds of compute ops do.
     """
 
     project_marginal: float
@@ -153,6 +154,7 @@ class Costs(ABC):
     pair_marginal: float
     compute_fixed: float
     layer_fixed: float = 0.0
+    revision: int = 0
 
     def __init__(
         self,

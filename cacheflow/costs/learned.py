@@ -153,6 +153,7 @@ class Learned(Costs):
 
     def _refresh_compute(self) -> None:
         costs = self.undisturbed
+        self.revision += 1
         self.compute_fixed = self._fixed(COMPUTE)
         ratios = {its_class: self._ratios(its_class) for its_class in self._samples if its_class[0] in COMPUTES}
         usual = _usual(ratios.values())

@@ -80,14 +80,17 @@ class Pipelined(Policy):
             # What others do meanwhile may make it late by no more than all of those would be, were nothing done.
             behind = 0 if climb.overtaken >= OVERTAKEN else len(order) - 1 - i
             room = min(room, (climb.waits_until(now) - free) * (1 + behind))
-        if self._queued["compute"] or any(climb.next_compute(now, float("inf")) for climb in order):
+            if room <= 0:
+                break
+        # The first was asked for whatever it has; others may have what only takes too long.
+        if self._queued["compute"] or any(climb.next_compute(now, float("inf")) for climb in order[1:]):
             return None
         return next(filter(None, (climb.take_over(now) for climb in order)), None)
 
     def _with_others(self, op: Op, behind: list[_Climb], now: float) -> Op:
         """The op, and what others can do at its layers, where that makes the sum of first tokens come sooner: with k
         requests in an op, one more is worth it if its own op takes longer than it would delay all k + 1."""
-        layer = op.layers.start
+        layer, marginal = op.layers.start, self.costs.project_marginal + self.costs.advance_marginal
         for climb in behind:
             if climb.layer != layer or op.tokens + climb.tokens(layer) > self.token_budget:
                 continue
@@ -95,7 +98,7 @@ class Pipelined(Policy):
             if other is None or other.layers != op.layers or op.tokens + other.tokens > self.token_budget:
                 continue
             alone = self.costs.seconds(other)
-            if alone < 2 * climb.planner.marginal(other):
+            if alone < 2 * marginal * other.tokens * len(other.layers):
                 continue  # it has work enough of its own
             both = Op(COMPUTE, op.layers, op.parts + other.parts)
             if (len(op.requests) + 1) * (self.costs.seconds(both) - self.costs.seconds(op)) < alone:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cacheflow.costs.base import Costs, LayerWork, Span
-from cacheflow.op import COMPUTE, COPY, FETCH, Op
+from cacheflow.op import COMPUTE, COPY, FETCH
 from cacheflow.plane import Plane
 
 Seconds = NDArray[np.float64]
@@ -60,6 +60,7 @@ class Planner:
         self.holes = [(self.bounds[c], self.bounds[c + 1]) for c, stored in enumerate(request.stored) if not stored]
         self._stored = [*(c for c, stored in enumerate(request.stored) if stored), self.count]
         self._launches: dict[tuple[int, int, bool], float] = {}
+        self._revision = costs.revision  # that these are of
 
     def best(self, most: int, compute_at: float = 0.0, link_at: float = 0.0) -> Stairs:
         """The stairs with the soonest first token, with at most so many columns that go beyond the first layer, when
@@ -140,11 +141,6 @@ class Planner:
             compute += launch * layers
         return Stairs(columns, partly, first, time, compute, link)
 
-    def marginal(self, op: Op) -> float:
-        """Seconds that the tokens of an op add to any launch, without attention."""
-        costs = self.costs
-        return op.tokens * len(op.layers) * (costs.project_marginal + costs.advance_marginal)
-
     def pieces(self, columns: int) -> int:
         """In how many fetches the first and the last layer are loaded, of which so many columns are computed: as many
         as let compute begin, and end, soonest. What has landed is copied while the next piece is on its way."""
@@ -168,6 +164,9 @@ class Planner:
 
     def _launch(self, computed: int, on: int, last: bool) -> float:
         """Seconds of a layer at which so many columns are computed and so many of them go on."""
+        if self._revision != self.costs.revision:
+            self._revision = self.costs.revision
+            self._launches.clear()
         key = (computed, on, last)
         if key not in self._launches:
             self._launches[key] = self._launch_seconds(*key)
@@ -202,7 +201,7 @@ def _valley(function: Callable[[int], Stairs], last: int) -> list[Stairs]:
 
 
 OPTIONS, BINS = 24, 64  # splits of a request, and differences of the two clocks, that a batch's plan tells apart
-SAMPLED = 4  # every so many of the splits is worked out, the others are interpolated
+SAMPLED = 6  # every so many of the splits is worked out, the others are interpolated
 WEIGHTS = (0.0, 0.75, 1.5, 2.25, 3.0, 6.0)  # of the last first token against the sum of all, by the number of requests
 
 
@@ -218,18 +217,15 @@ def plan_batch(
     Both resources work on without a gap, so that a request is done when both have done their sums up to it: with C and
     D the sums of compute and link seconds of those before, at max(C + compute, D + link). The sum of that over all, and
     the last of it times a weight, is minimised by a dynamic program backwards over D - C: what a choice does to those
-    behind it is in that difference, and in the seconds by which it moves all of them. Of the plans for several weights
-    that one is taken whose objective, a function of the mean and of the last, is least.
+    behind it is in that difference, and in the seconds by which it moves all of them. Of the plans for several weights,
+    and that in which each ends as soon as it can, the one is taken whose objective, a function of the mean and of the
+    last, is least.
     """
     choices = [_Options(planner, limit) for planner, limit in zip(planners, most, strict=True)]
-    plans = _dynamic_program(choices, link_at - compute_at)
-    times = [_times(choices, link_at - compute_at, picked) for picked in plans]
-    best = min(range(len(plans)), key=lambda i: objective(sum(times[i]) / len(times[i]), times[i][-1]))
-    stairs, difference = list[Stairs](), link_at - compute_at
-    for options, option in zip(choices, plans[best], strict=True):
-        stairs.append(options.stairs(option, difference))
-        difference += stairs[-1].link - stairs[-1].compute
-    return stairs
+    start = link_at - compute_at
+    plans = [_follow(choices, picked, start) for picked in (*_dynamic_program(choices, start), None)]
+    best = min(plans, key=lambda plan: objective(sum(plan.ends) / len(plan.ends), plan.ends[-1]))
+    return [options.stairs(*split) for options, split in zip(choices, best.splits, strict=True)]
 
 
 class _Options:
@@ -256,19 +252,22 @@ class _Options:
         self.compute, self.link = np.concatenate(compute), np.concatenate(link)
         self._planner, self._spread = planner, spread
 
-    def stairs(self, option: int, difference: float) -> Stairs:
-        """An option; or, where that is between it and its neighbour, what lets both sides end together, if the link is
-        `difference` seconds behind compute before."""
-        spread = self._spread
-        row, at = divmod(option, len(spread))
-        late = difference + (self.link - self.compute)[row * len(spread) : (row + 1) * len(spread)]
-        units = float(spread[at])
-        for other in (at - 1, at + 1):
-            if 0 <= other < len(spread) and late[at] * late[other] < 0:
-                share = late[at] / (late[at] - late[other])
-                units += float(share * (spread[other] - spread[at]))
-                break
-        return self._planner.evaluate(*self._planner.split(round(units)), self._planner.rows[row])
+    def soonest(self, difference: float) -> int:
+        """The option that ends first, if the link is `difference` seconds behind compute before."""
+        return int(np.maximum(self.compute, difference + self.link).argmin())
+
+    def beyond(self, option: int, difference: float) -> float:
+        """How far from an option to a neighbour both sides end together; 0 if they do not on the way."""
+        at, late = option % len(self._spread), difference + self.link - self.compute
+        for other in (-1, 1):
+            if 0 <= at + other < len(self._spread) and late[option] * late[option + other] < 0:
+                return float(other * late[option] / (late[option] - late[option + other]))
+        return 0.0
+
+    def stairs(self, option: int, beyond: float) -> Stairs:
+        row, at = divmod(option, len(self._spread))
+        units = round(float(np.interp(at + beyond, range(len(self._spread)), self._spread)))
+        return self._planner.evaluate(*self._planner.split(units), self._planner.rows[row])
 
 
 def _dynamic_program(choices: Sequence[_Options], start: float) -> list[list[int]]:
@@ -299,11 +298,23 @@ def _dynamic_program(choices: Sequence[_Options], start: float) -> list[list[int
     return plans
 
 
-def _times(choices: Sequence[_Options], start: float, picked: Sequence[int]) -> list[float]:
-    """Seconds to each first token."""
-    times, computed, loaded = [], 0.0, start
-    for options, option in zip(choices, picked, strict=True):
-        computed += float(options.compute[option])
-        loaded += float(options.link[option])
-        times.append(max(computed, loaded))
-    return times
+@dataclass(frozen=True)
+class _Plan:
+    """splits: an option of each request, and how far beyond it. ends: seconds to each first token."""
+
+    splits: list[tuple[int, float]]
+    ends: list[float]
+
+
+def _follow(choices: Sequence[_Options], picked: Sequence[int] | None, start: float) -> _Plan:
+    """What becomes of options, or, without, of those that end first; each moved to where both sides end together."""
+    splits, ends, computed, loaded = list[tuple[int, float]](), list[float](), 0.0, start
+    for i, options in enumerate(choices):
+        option = options.soonest(loaded - computed) if picked is None else picked[i]
+        beyond = options.beyond(option, loaded - computed)
+        other = option + (beyond > 0) - (beyond < 0)
+        computed += float(options.compute[option] + abs(beyond) * (options.compute[other] - options.compute[option]))
+        loaded += float(options.link[option] + abs(beyond) * (options.link[other] - options.link[option]))
+        splits.append((option, beyond))
+        ends.append(max(computed, loaded))
+    return _Plan(splits, ends)

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from cacheflow import bounds, policies
 from cacheflow.costs.base import Costs, ModelShape
+from cacheflow.costs.learned import Learned
 from cacheflow.costs.roofline import GBPS, Roofline, device
-from cacheflow.op import COMPUTE, FETCH, Op
+from cacheflow.op import COMPUTE, FETCH, Op, Part
 from cacheflow.plane import Plane
 from cacheflow.policies.pipelined import JOINED, OVERTAKEN, Pipelined, _rank
 from cacheflow.policies.stairs import Planner, plan_batch
@@ -52,7 +53,7 @@ def test_one_request_is_near_the_bound_and_behind_no_other_policy(name):
                 if prefix < 65536:
                     behind.append(ours / min(ttft(p, costs, one)["a"] for p in others))
     assert statistics.median(ratios) <= 1.01
-    assert max(ratios) <= 1.035
+    assert max(ratios) <= 1.03
     assert max(behind) <= 1.01
 
 
@@ -103,16 +104,15 @@ def test_a_batch_is_served_one_after_another(gbps, suffix):
     assert statistics.fmean(means) <= 0.55
 
 
-def test_a_batch_plan_is_at_least_as_good_as_each_request_for_itself():
-    costs = roofline("H100", 10)
+@pytest.mark.parametrize("gbps", [10, 40, 80])
+def test_a_batch_plan_is_better_than_each_request_for_itself(gbps):
+    costs = roofline("H100", gbps)
     for seed in range(4):
-        planners = [Planner(Plane(one), costs, 8192, STAGING) for one in lognormal(12, seed, 64)]
-        limits = [planner.count for planner in planners]
-        chosen = plan_batch(planners, limits, 0.0, 0.0, Pipelined.objective)
+        in_order = sorted(lognormal(8, seed, 64), key=lambda one: one.prefix)
+        planners = [Planner(Plane(one), costs, 8192, STAGING) for one in in_order]
+        chosen = plan_batch(planners, [planner.count for planner in planners], 0.0, 0.0, Pipelined.objective)
         alone = [planner.best(planner.count) for planner in planners]
-        assert _mean(chosen) <= 1.06 * _mean(alone)
-        assert _last(chosen) <= 1.02 * _last(alone)
-        assert _mean(chosen) < 0.99 * _mean(alone) or _last(chosen) < 0.999 * _last(alone)
+        assert _mean(chosen) * _last(chosen) < 0.9995 * _mean(alone) * _last(alone)
 
 
 def _ends(stairs) -> list[float]:
@@ -302,3 +302,16 @@ def test_what_others_do_meanwhile_does_not_make_the_first_late():
 def test_an_estimate_is_near_the_best(gbps, prefix, suffix):
     planner = Planner(Plane(request("a", prefix, suffix)), roofline("H100", gbps), 8192, STAGING)
     assert planner.estimate() == pytest.approx(planner.best(planner.count).seconds, rel=0.04)
+
+
+def test_what_was_learned_while_a_request_waits_is_planned_with():
+    """Compute that turns out four times as slow."""
+    costs = Learned(roofline("H100", 10))
+    planner = Planner(Plane(request("a", 16384, 64)), costs, 8192, STAGING)
+    before = planner.best(planner.count)
+    for tokens in (512, 1024, 2048) * 5:
+        op = Op(COMPUTE, range(1), (Part("b", 0, tokens),))
+        costs.observe(op, 4 * costs.undisturbed.seconds(op))
+    after = planner.best(planner.count)
+    assert after == Planner(Plane(request("a", 16384, 64)), costs, 8192, STAGING).best(planner.count)
+    assert after.columns < before.columns
