@@ -6,6 +6,8 @@ import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable
+from functools import cached_property
+from itertools import chain, groupby, pairwise, repeat
 from typing import Any, NamedTuple
 
 from cacheflow.op import COMPUTE, FETCH, Op
@@ -197,7 +199,9 @@ def _rank(climbs: list[_Climb], now: float) -> list[_Climb]:
             in_time.remove(longest)
             end -= longest.seconds_left
     others = [climb for climb in climbs if climb not in first and climb not in in_time]
-    return first + in_time + sorted(others, key=lambda climb: climb.seconds_left)
+    if len(others) > 1:  # one alone needs no estimate
+        others.sort(key=lambda climb: climb.seconds_left)
+    return first + in_time + others
 
 
 class _Run(NamedTuple):
@@ -225,7 +229,6 @@ class _Climb:
         self.stairs: Stairs | None = None
         self.tops: list[int] | None = None
         self.windowed = any(plane.request.windows)
-        self.alone = self.planner.estimate()
         self._due: float | None = None
         self.promised = 0
         self.wave = wave
@@ -240,6 +243,10 @@ class _Climb:
         if self._due is None:
             self._due = now + self.plane.request.deadline
         return self._due
+
+    @cached_property
+    def alone(self) -> float:
+        return self.planner.estimate()
 
     @property
     def seconds_left(self) -> float:
@@ -260,7 +267,8 @@ class _Climb:
     @property
     def begun(self) -> bool:
         """Whether anything was filled, or is in flight."""
-        return any(map(any, self.plane.state))
+        plane = self.plane
+        return plane.state.count(bytes([EMPTY]) * plane.columns) < plane.layers
 
     def left(self) -> tuple[float, float]:
         """About how many seconds of compute and of the link its plan still takes; 0 before anything was begun."""
@@ -275,7 +283,7 @@ class _Climb:
         self.stairs = stairs
         count = self.plane.prefix_columns
         self.tops = [1] * count if stairs is None else stairs.tops(count, self.plane.layers)
-        self.promised = sum(self.plane.request.width(c) for c, top in enumerate(self.tops) if top > 1)
+        self.promised = self.plane.request.boundaries[sum(top > 1 for top in self.tops)]
         self._cut = {min(self.tops, default=0), self.plane.layers - 1}
         self.changed()
 
@@ -385,17 +393,24 @@ class _Climb:
         """What compute has to do, left to right, as of the last change of plan; some of it may be done since."""
         if self._runs is not None:
             return self._runs
-        runs, before = list[_Run](), None
-        plane = self.plane
-        for column, states in enumerate(zip(*plane.state, strict=True)):
-            top, height = self._top(column), plane.height[column]
-            cells = states[height:top]
-            alike = (height, top, cells, plane.available[column])
+        plane, runs, before = self.plane, list[_Run](), None
+        state = b"".join(plane.state)
+        up = [state[column :: plane.columns] for column in range(plane.columns)]  # each from the first layer up
+        assert self.tops is not None
+        tops = chain(self.tops, repeat(0, plane.columns - plane.prefix_columns - 1), [plane.layers])
+        needs = zip(*plane.need, strict=True) if self.windowed else repeat(None)
+        first = 0
+        for _, group in groupby(zip(plane.height, tops, plane.available, up, needs, strict=False)):
+            last = first + len(list(group))
+            top, height = self._top(first), plane.height[first]
+            cells = up[first][height:top]
+            alike = (height, top, cells, plane.available[first])
             if alike == before and LOADING not in cells:
-                runs[-1] = runs[-1]._replace(last=column + 1)
+                runs[-1] = runs[-1]._replace(last=last)
             elif top > height:
-                runs.append(_Run(column, column + 1, top))
-            before = alike if top > height else None
+                cuts = range(first, last + 1) if LOADING in cells else (first, last)
+                runs += [_Run(left, right, top) for left, right in pairwise(cuts)]
+            first, before = last, alike if top > height else None
         self._runs = runs
         return runs
 

@@ -7,7 +7,10 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import cache
+from itertools import compress
+from operator import not_
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,8 +23,7 @@ Seconds = NDArray[np.float64]
 Run = tuple[int, int, int]  # layers, columns computed there, columns that go on above
 
 
-@dataclass(frozen=True)
-class Stairs:
+class Stairs(NamedTuple):
     """columns are computed through all layers, one more up to `partly` layers of those above the first, and in the
     first layer `first` columns. seconds: until the first token. compute, link: seconds of each that this takes."""
 
@@ -57,10 +59,12 @@ class Planner:
         self.tokens = request.tokens
         self.budget = token_budget
         self.staging = staging_cells or request.tokens * request.layers
-        self.holes = [(self.bounds[c], self.bounds[c + 1]) for c, stored in enumerate(request.stored) if not stored]
-        self._stored = [*(c for c, stored in enumerate(request.stored) if stored), self.count]
-        self._launches: dict[tuple[int, int, bool], float] = {}
-        self._revision = costs.revision  # that these are of
+        holes = compress(range(self.count), map(not_, request.stored))
+        self.holes = [Span(self.bounds[c], self.bounds[c + 1], None) for c in holes]
+        self._stored = [*compress(range(self.count), request.stored), self.count]
+        self._launch = cache(self._launch_seconds)
+        self._load = cache(self._load_seconds)
+        self._known: tuple[float, ...] = ()  # the costs that these are of
 
     def best(self, most: int, compute_at: float = 0.0, link_at: float = 0.0) -> Stairs:
         """The stairs with the soonest first token, with at most so many columns that go beyond the first layer, when
@@ -86,11 +90,13 @@ class Planner:
         """About how long the best stairs take: where compute and link meet on lines between a few splits."""
         units = self.units(self.count)
         spread = sorted({i * units // ESTIMATED for i in range(ESTIMATED + 1)})
-        found = [self.evaluate(*self.split(i), self.rows[-1]) for i in spread]
-        for one, more in pairwise(found):
+        found = [self.evaluate(*self.split(0), self.rows[-1])]
+        for i in spread[1:]:
+            one, more = found[-1], self.evaluate(*self.split(i), self.rows[-1])
             late, later = one.compute - one.link, more.compute - more.link
             if late <= 0 < later:
                 return one.compute + (more.compute - one.compute) * late / (late - later)
+            found.append(more)
         return min(stairs.seconds for stairs in found)
 
     def units(self, most: int) -> int:
@@ -110,6 +116,7 @@ class Planner:
 
     def evaluate(self, columns: int, partly: int, first: int, compute_at: float = 0.0, link_at: float = 0.0) -> Stairs:
         """How long stairs take. first: columns projected in the first layer, at least those that go on."""
+        self._forget_other_costs()
         costs, wider = self.costs, min(columns + 1, self.count)
         above = self.layers - 1
         first = max(first, wider if partly else columns)
@@ -124,14 +131,13 @@ class Planner:
             if layers < 1:
                 continue
             done += layers
-            launch = self._launch(computed, on, last=done == self.layers)
-            fetch, copy = self._fetch(computed)
+            launch = self._launch(computed, on, done == self.layers)
+            fetch, copy, pieces = self._load(computed)
             if fetch:
                 # Waiting for the first of these layers' loads, or for the last, is all that can hold them up. They
                 # land as fast as the slower of link and copies is.
                 begins, ends = not link, done == self.layers
-                step, pieces = max(fetch, copy), self.pieces(computed) if begins or ends else 1
-                more, cut = (pieces - 1) * costs.fixed(FETCH), copy / pieces
+                step, more, cut = max(fetch, copy), (pieces - 1) * costs.fixed(FETCH), copy / pieces
                 time = max(time, landed + fetch + (more + cut if begins else copy)) + launch * layers
                 landed += step * layers + more * begins
                 time = max(time, landed - step + fetch + (more + cut if ends else copy) + launch)
@@ -144,44 +150,49 @@ class Planner:
     def pieces(self, columns: int) -> int:
         """In how many fetches the first and the last layer are loaded, of which so many columns are computed: as many
         as let compute begin, and end, soonest. What has landed is copied while the next piece is on its way."""
-        _, copy = self._fetch(columns)
+        self._forget_other_costs()
+        return self._load(columns)[2]
+
+    def _load_seconds(self, columns: int) -> tuple[float, float, int]:
+        """Of a layer of which so many columns are computed: see _fetch, and pieces."""
+        fetch, copy = self._fetch(columns)
         fixed = self.costs.fixed(FETCH) + self.costs.fixed(COPY)
         wanted = PIECES if copy >= fixed * PIECES**2 else max(1, round(math.sqrt(copy / fixed)))
         loaded = max(1, self.count - columns)
-        return -(-loaded // -(-loaded // wanted))  # of equal size
+        return fetch, copy, -(-loaded // -(-loaded // wanted))  # of equal size
 
     def _fetch(self, columns: int) -> tuple[float, float]:
         """Seconds on the link of a layer of which so many columns are computed, and of what is copied at its end."""
         costs, start = self.costs, self.bounds[columns]
         loaded = self.bounds[self.count] - start
         if self.holes:
-            loaded -= sum(after - hole for hole, after in self.holes if hole >= start)
+            loaded -= sum(hole.stop - hole.start for hole in self.holes if hole.start >= start)
         if not loaded:
             return 0.0, 0.0
         fetches = -(-loaded // self.staging)
         copied = min(loaded, self.staging) * costs.shape.cell_bytes / costs.copy_bandwidth
         return fetches * costs.fixed(FETCH) + costs.load_seconds(loaded), costs.fixed(COPY) + copied
 
-    def _launch(self, computed: int, on: int, last: bool) -> float:
-        """Seconds of a layer at which so many columns are computed and so many of them go on."""
-        if self._revision != self.costs.revision:
-            self._revision = self.costs.revision
-            self._launches.clear()
-        key = (computed, on, last)
-        if key not in self._launches:
-            self._launches[key] = self._launch_seconds(*key)
-        return self._launches[key]
-
     def _launch_seconds(self, computed: int, on: int, last: bool) -> float:
-        costs, bounds, window = self.costs, self.bounds, None
-        right = [(start, stop) for start, stop in self.holes if start >= bounds[computed]]
-        project = bounds[computed] + sum(stop - start for start, stop in right) + self.tokens - bounds[self.count]
-        spans = [Span(0, bounds[on], window)] if on else []
-        spans += [] if last else [Span(start, stop, window) for start, stop in right]
-        spans.append(Span(self.tokens - 1 if last else bounds[self.count], self.tokens, window))
+        """Seconds of a layer at which so many columns are computed and so many of them go on."""
+        costs, start, stop = self.costs, self.bounds[computed], self.bounds[self.count]
+        right = [hole for hole in self.holes if hole.start >= start]
+        project = start + sum([hole.stop - hole.start for hole in right]) + self.tokens - stop
+        leading = [Span(0, self.bounds[on], None)] if on else []
+        suffix = Span(self.tokens - 1 if last else stop, self.tokens, None)
+        spans = (*leading, suffix) if last else (*leading, *right, suffix)
         launches = max(1, -(-project // self.budget))
-        seconds = costs.layer_seconds(LayerWork(project, tuple(spans))) + (launches - 1) * costs.layer_fixed
+        seconds = costs.layer_seconds(LayerWork(project, spans)) + (launches - 1) * costs.layer_fixed
         return seconds + launches * costs.fixed(COMPUTE) + (costs.head_seconds(1) if last else 0.0)
+
+    def _forget_other_costs(self) -> None:
+        """What launches and loads take is kept as long as costs are the same."""
+        costs = self.costs
+        link = costs.bandwidth, costs.fetch_seconds, costs.copy_bandwidth, costs.copy_seconds
+        if self._known != (known := (costs.revision, *link)):
+            self._known = known
+            self._launch.cache_clear()
+            self._load.cache_clear()
 
 
 ESTIMATED = 6  # splits that are worked out for an estimate, between nothing and everything
@@ -190,7 +201,7 @@ PIECES = 4  # most fetches of the first layer, and of the last
 
 def _valley(function: Callable[[int], Stairs], last: int) -> list[Stairs]:
     """The lowest values of something over 0..last that falls and then rises, by bisection."""
-    low, high = 0, last
+    function, low, high = cache(function), 0, last
     while high - low > 2:
         middle = (low + high) // 2
         if function(middle).seconds <= function(middle + 1).seconds:
