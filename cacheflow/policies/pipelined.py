@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable
 from functools import cached_property
 from itertools import chain, groupby, pairwise, repeat
+from operator import neg
 from typing import Any, NamedTuple
 
 from cacheflow.op import COMPUTE, FETCH, Op
@@ -268,7 +269,7 @@ class _Climb:
     def begun(self) -> bool:
         """Whether anything was filled, or is in flight."""
         plane = self.plane
-        return plane.state.count(bytes([EMPTY]) * plane.columns) < plane.layers
+        return plane.state.count(bytearray([EMPTY]) * plane.columns) < plane.layers
 
     def left(self) -> tuple[float, float]:
         """About how many seconds of compute and of the link its plan still takes; 0 before anything was begun."""
@@ -283,7 +284,8 @@ class _Climb:
         self.stairs = stairs
         count = self.plane.prefix_columns
         self.tops = [1] * count if stairs is None else stairs.tops(count, self.plane.layers)
-        self.promised = self.plane.request.boundaries[sum(top > 1 for top in self.tops)]
+        beyond = bisect_left(self.tops, -1, key=neg)  # columns that go on above the first layer
+        self.promised = self.plane.request.boundaries[beyond]
         self._cut = {min(self.tops, default=0), self.plane.layers - 1}
         self.changed()
 
@@ -324,8 +326,7 @@ class _Climb:
             row = [c for c in range(plane.prefix_columns) if tops[c] <= layer]
             if layer in self._cut and row:
                 pieces = self.planner.pieces(row[0])
-                loadable = [c for c in row if plane.loadable(c, layer)]
-                row = loadable[: -(-len(row) // pieces)]
+                row = plane.loadable_columns(row, layer)[: -(-len(row) // pieces)]
             op = self.policy.fetch_row(plane, layer, row)
             if op is not None:
                 return op

@@ -56,7 +56,8 @@ class Planner:
         self.count = plane.prefix_columns
         self.bounds = request.boundaries
         self.steps = max(1, request.layers - 1)
-        self.tokens = request.tokens
+        self.suffix = request.tokens - request.prefix
+        self._suffix, self._last = (Span(start, request.tokens, None) for start in (request.prefix, request.tokens - 1))
         self.budget = token_budget
         self.staging = staging_cells or request.tokens * request.layers
         holes = compress(range(self.count), map(not_, request.stored))
@@ -118,15 +119,16 @@ class Planner:
         """How long stairs take. first: columns projected in the first layer, at least those that go on."""
         self._forget_other_costs()
         costs, wider = self.costs, min(columns + 1, self.count)
-        above = self.layers - 1
-        first = max(first, wider if partly else columns)
-        runs: list[Run] = [(1, first, (wider if partly else columns) if above else 0)]
-        if above:
-            upper = above - partly  # layers with `columns` columns, the last layer among them
-            runs += [(partly - 1, wider, wider), (1, wider, columns)] if upper and partly else []
-            runs += [(upper - 1, columns, columns), (1, columns, 0)] if upper else [(partly - 1, wider, wider)]
-            runs += [] if upper else [(1, wider, 0)]
+        above, on = self.layers - 1, wider if partly else columns
+        first = max(first, on)
+        upper = above - partly  # layers with `columns` columns, the last layer among them
+        runs: list[Run] = [(1, first, on if above else 0)]
+        if partly:
+            runs += [(partly - 1, wider, wider), (1, wider, columns if upper else 0)]
+        if upper:
+            runs += [(upper - 1, columns, columns), (1, columns, 0)]
         time, landed, compute, link, done = compute_at, link_at + costs.latency, 0.0, 0.0, 0
+        fixed = costs.fixed(FETCH)
         for layers, computed, on in runs:
             if layers < 1:
                 continue
@@ -137,7 +139,7 @@ class Planner:
                 # Waiting for the first of these layers' loads, or for the last, is all that can hold them up. They
                 # land as fast as the slower of link and copies is.
                 begins, ends = not link, done == self.layers
-                step, more, cut = max(fetch, copy), (pieces - 1) * costs.fixed(FETCH), copy / pieces
+                step, more, cut = max(fetch, copy), (pieces - 1) * fixed, copy / pieces
                 time = max(time, landed + fetch + (more + cut if begins else copy)) + launch * layers
                 landed += step * layers + more * begins
                 time = max(time, landed - step + fetch + (more + cut if ends else copy) + launch)
@@ -175,14 +177,15 @@ class Planner:
 
     def _launch_seconds(self, computed: int, on: int, last: bool) -> float:
         """Seconds of a layer at which so many columns are computed and so many of them go on."""
-        costs, start, stop = self.costs, self.bounds[computed], self.bounds[self.count]
-        right = [hole for hole in self.holes if hole.start >= start]
-        project = start + sum([hole.stop - hole.start for hole in right]) + self.tokens - stop
-        leading = [Span(0, self.bounds[on], None)] if on else []
-        suffix = Span(self.tokens - 1 if last else stop, self.tokens, None)
-        spans = (*leading, suffix) if last else (*leading, *right, suffix)
+        costs, start = self.costs, self.bounds[computed]
+        project, right = start + self.suffix, self.holes
+        if right:
+            right = [hole for hole in right if hole.start >= start]
+            project += sum(hole.stop - hole.start for hole in right)
+        spans = [Span(0, self.bounds[on], None)] if on else []
+        spans += [self._last] if last else [*right, self._suffix]
         launches = max(1, -(-project // self.budget))
-        seconds = costs.layer_seconds(LayerWork(project, spans)) + (launches - 1) * costs.layer_fixed
+        seconds = costs.layer_seconds(LayerWork(project, tuple(spans))) + (launches - 1) * costs.layer_fixed
         return seconds + launches * costs.fixed(COMPUTE) + (costs.head_seconds(1) if last else 0.0)
 
     def _forget_other_costs(self) -> None:
@@ -249,18 +252,19 @@ class _Options:
     def __init__(self, planner: Planner, most: int) -> None:
         units = planner.units(most)
         unit = planner.steps if units >= OPTIONS * planner.steps else 1
-        spread = np.array(sorted({unit * (i * (units // unit) // OPTIONS) for i in range(OPTIONS + 1)}))
-        sampled = np.array(sorted({*range(0, len(spread), SAMPLED), len(spread) - 1}))
-        columns = [column + partly / planner.steps for column, partly in map(planner.split, spread.tolist())]
-        tokens = np.interp(columns, range(planner.count + 1), planner.bounds[: planner.count + 1])
-        pairs = planner.costs.pair_marginal * planner.steps * tokens**2 / 2
+        spread = sorted({unit * (i * (units // unit) // OPTIONS) for i in range(OPTIONS + 1)})
+        splits, bounds = [planner.split(i) for i in spread], planner.bounds
+        tokens = [bounds[c] + partly / planner.steps * (bounds[c + 1] - bounds[c]) for c, partly in splits]
+        pairs = planner.costs.pair_marginal * planner.steps * np.square(tokens) / 2
+        sampled = sorted({*range(0, len(spread), SAMPLED), len(spread) - 1})
+        at, pairs_at = [spread[i] for i in sampled], pairs[sampled]
         compute, link = list[Seconds](), list[Seconds]()
         for first in planner.rows:
-            exact = [planner.evaluate(*planner.split(int(spread[i])), first) for i in sampled]
-            rest = np.array([stairs.compute for stairs in exact]) - pairs[sampled]
-            compute.append(pairs + np.interp(spread, spread[sampled], rest))
-            link.append(np.interp(spread, spread[sampled], [stairs.link for stairs in exact]))
+            exact = [planner.evaluate(columns, partly, first) for columns, partly in (splits[i] for i in sampled)]
+            compute.append(pairs + np.interp(spread, at, [stairs.compute for stairs in exact] - pairs_at))
+            link.append(np.interp(spread, at, [stairs.link for stairs in exact]))
         self.compute, self.link = np.concatenate(compute), np.concatenate(link)
+        self.seconds = list(zip(self.compute.tolist(), self.link.tolist(), strict=True))  # the same as plain numbers
         self._planner, self._spread = planner, spread
 
     def soonest(self, difference: float) -> int:
@@ -269,10 +273,14 @@ class _Options:
 
     def beyond(self, option: int, difference: float) -> float:
         """How far from an option to a neighbour both sides end together; 0 if they do not on the way."""
-        at, late = option % len(self._spread), difference + self.link - self.compute
+        at, (compute, link) = option % len(self._spread), self.seconds[option]
+        late = difference + link - compute
         for other in (-1, 1):
-            if 0 <= at + other < len(self._spread) and late[option] * late[option + other] < 0:
-                return float(other * late[option] / (late[option] - late[option + other]))
+            if 0 <= at + other < len(self._spread):
+                compute, link = self.seconds[option + other]
+                later = difference + link - compute
+                if late * later < 0:
+                    return other * late / (late - later)
         return 0.0
 
     def stairs(self, option: int, beyond: float) -> Stairs:
@@ -287,25 +295,23 @@ def _dynamic_program(choices: Sequence[_Options], start: float) -> list[list[int
     reach = abs(start) + sum(float(np.abs(step).max()) for step in steps) + 1e-9
     # Close together near 0, since there are short requests among long ones.
     differences = reach * np.sinh(np.linspace(-8, 8, BINS)) / np.sinh(8)
-    weights = len(choices) * np.array(WEIGHTS)[:, None, None]
+    apart, weights = np.diff(differences), len(choices) * np.array(WEIGHTS)[:, None, None]
     values, best = np.zeros((len(WEIGHTS), BINS)), list[NDArray[np.int64]]()
     for behind, (options, step) in enumerate(zip(reversed(choices), reversed(steps), strict=True)):
-        own = np.maximum(options.compute, differences[:, None] + options.link)  # [bins, options]
+        own = np.maximum(options.compute, differences[:, None] + options.link)  # [bins, options]; cost: of each weight
         after = differences[:, None] + step
-        right = np.clip(np.searchsorted(differences, after), 1, BINS - 1)
-        share = (after - differences[right - 1]) / (differences[right] - differences[right - 1])
-        moved = values[:, right - 1] * (1 - share) + values[:, right] * share  # [weights, bins, options]
-        own, carried = (own * (1 + weights), 0.0) if behind == 0 else (own, options.compute * (behind + weights))
-        cost = own + carried + moved
+        left = np.searchsorted(differences[1:-1], after)
+        share = (after - differences[left]) / apart[left]
+        cost = own * (1 + weights) if behind == 0 else own + options.compute * (behind + weights)
+        cost += values.take(left, axis=1) * (1 - share) + values.take(left + 1, axis=1) * share
         best.append(np.argmin(cost, axis=2))
-        values = np.min(cost, axis=2)
-    plans = []
-    for weight in range(len(WEIGHTS)):
-        picked, difference = list[int](), start
-        for step, of_bins in zip(steps, reversed(best), strict=True):
-            picked.append(int(of_bins[weight, int(np.abs(differences - difference).argmin())]))
-            difference += float(step[picked[-1]])
-        plans.append(picked)
+        values = np.take_along_axis(cost, best[-1][..., None], axis=2)[..., 0]
+    picked, difference = list[NDArray[np.int64]](), np.full(len(WEIGHTS), start, float)
+    for step, of_bins in zip(steps, reversed(best), strict=True):
+        nearest = np.abs(differences - difference[:, None]).argmin(axis=1)
+        picked.append(of_bins[range(len(WEIGHTS)), nearest])
+        difference += step[picked[-1]]
+    plans: list[list[int]] = np.transpose(picked).tolist()
     return plans
 
 
@@ -323,9 +329,10 @@ def _follow(choices: Sequence[_Options], picked: Sequence[int] | None, start: fl
     for i, options in enumerate(choices):
         option = options.soonest(loaded - computed) if picked is None else picked[i]
         beyond = options.beyond(option, loaded - computed)
-        other = option + (beyond > 0) - (beyond < 0)
-        computed += float(options.compute[option] + abs(beyond) * (options.compute[other] - options.compute[option]))
-        loaded += float(options.link[option] + abs(beyond) * (options.link[other] - options.link[option]))
+        compute, link = options.seconds[option]
+        other_compute, other_link = options.seconds[option + (beyond > 0) - (beyond < 0)]
+        computed += compute + abs(beyond) * (other_compute - compute)
+        loaded += link + abs(beyond) * (other_link - link)
         splits.append((option, beyond))
         ends.append(max(computed, loaded))
     return _Plan(splits, ends)
