@@ -289,6 +289,17 @@ def test_what_others_do_meanwhile_does_not_make_the_first_late():
     assert both["behind"] <= alone + ttft("pipelined", costs, [behind])["behind"]
 
 
+def test_only_requests_that_are_compared_are_estimated(monkeypatch):
+    asked: list[Planner] = []
+    estimate = Planner.estimate
+    monkeypatch.setattr(Planner, "estimate", lambda self: asked.append(self) or estimate(self))
+    policy = Pipelined(roofline("H100", 10), staging_cells=STAGING)
+    for id, estimates in (("a", 0), ("b", 2), ("c", 3)):
+        policy.add(Plane(request(id, 16384, 64)))
+        policy.next("compute", 0.0)
+        assert len(asked) == len(set(asked)) == estimates
+
+
 @pytest.mark.parametrize("gbps", [5, 10, 40, 80, 400])
 @pytest.mark.parametrize(("prefix", "suffix"), [(0, 500), (2048, 64), (16384, 2048), (131072, 64)])
 def test_an_estimate_is_near_the_best(gbps, prefix, suffix):
@@ -307,3 +318,17 @@ def test_what_was_learned_while_a_request_waits_is_planned_with():
     after = planner.best(planner.count)
     assert after == Planner(Plane(request("a", 16384, 64)), costs, 8192, STAGING).best(planner.count)
     assert after.columns < before.columns
+
+
+def test_a_link_that_changed_while_a_request_waits_is_planned_with():
+    costs = roofline("H100", 40)
+    planner = Planner(Plane(request("a", 16384, 64)), costs, 8192, STAGING)
+    before, pieces = planner.best(planner.count), planner.pieces(0)
+    costs.bandwidth /= 4
+    costs.copy_bandwidth /= 4
+    costs.copy_seconds *= 100
+    fresh = Planner(Plane(request("a", 16384, 64)), costs, 8192, STAGING)
+    assert planner.pieces(0) == fresh.pieces(0) < pieces
+    after = planner.best(planner.count)
+    assert after == fresh.best(planner.count)
+    assert after.columns > before.columns

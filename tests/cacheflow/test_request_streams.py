@@ -23,6 +23,7 @@ from cacheflow.costs.learned import Learned
 from cacheflow.eviction import EVICTIONS, ChunkStore
 from cacheflow.loop import AHEAD, Failures
 from cacheflow.op import Op
+from cacheflow.plane import LOADING
 from cacheflow.policies import pipelined
 from cacheflow.policies.base import Policy
 from cacheflow.policies.pipelined import OVERTAKEN
@@ -130,6 +131,32 @@ def test_every_request_that_is_wanted_gets_its_first_token(name: str, data: st.D
     again = case.run()
     assert (again.arrived, again.done, again.drained) == (result.arrived, result.done, result.drained)
     assert again.spans == result.spans
+
+
+@settings(max_examples=80, deadline=None)
+@given(case=cases("pipelined"))
+def test_what_compute_has_to_do_is_runs_of_like_columns(case: Case) -> None:
+    """Column by column, whenever a run of columns is looked at anew."""
+    pending = pipelined._Climb._pending
+
+    def checked(climb: pipelined._Climb) -> list[pipelined._Run]:
+        new, runs, plane = climb._runs is None, pending(climb), climb.plane
+        columns: dict[int, tuple[object, ...]] = {}
+        for column in range(plane.columns):
+            low, top = plane.height[column], climb._top(column)
+            if top > low:
+                cells = tuple(plane.state[layer][column] for layer in range(low, top))
+                columns[column] = (low, top, cells, plane.available[column])
+        apart = [c for c in columns if columns[c] != columns.get(c - 1) or LOADING in columns[c][2]]
+        if new:
+            assert [run.first for run in runs] == apart
+            assert [c for run in runs for c in range(run.first, run.last)] == list(columns)
+            assert [run.top for run in runs] == [columns[c][1] for c in apart]
+        return runs
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipelined._Climb, "_pending", checked)
+        case.run()
 
 
 @st.composite
