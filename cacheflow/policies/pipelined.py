@@ -398,6 +398,7 @@ class _Climb:
         state = b"".join(plane.state)
         up = [state[column :: plane.columns] for column in range(plane.columns)]  # each from the first layer up
         assert self.tops is not None
+        # The last column goes all the way; _top says for others without a plan.
         tops = chain(self.tops, repeat(0, plane.columns - plane.prefix_columns - 1), [plane.layers])
         needs = zip(*plane.need, strict=True) if self.windowed else repeat(None)
         first = 0
