@@ -40,6 +40,8 @@ def lower(requests: Sequence[Request], costs: Costs) -> float:
        or a column that must be computed for the suffix's sake does. Compute is not queued before all that it attends
        to has landed, and the last token ends after every other suffix cell is filled. So what follows, after at least
        the smallest possible copy, is an op that contains the last token's last layer and the head.
+       Before that op begins, every cell that crosses the link has held up compute by its share of `interference`. So a
+       cell takes of compute the less of that and of its g in either case, and what is left of its g if computed.
     3. If nothing is loaded, all items are computed. Otherwise the time is at least max(all compute, load and what
        follows it), whose minimum over sets of items is at least that over fractions of items: a fractional knapsack,
        solved by taking items in ascending order of compute seconds per load second saved until the two sides meet.
@@ -105,7 +107,7 @@ def _meeting(rising: Seconds, falling: Seconds) -> float:
 class _Work:
     """One request, in undisturbed seconds, with what `lower` calls its items.
 
-    always: what must be computed. items, loads: [cells that may be computed or loaded]; of either choice.
+    always: of compute, in any case. items, loads: [cells that may be computed or loaded]; of either choice, on top.
     last_advance: of its last token, through the last layer. narrowest: tokens of the narrowest cell that may be loaded.
     """
 
@@ -134,9 +136,10 @@ class _Work:
         item = project[column, layer] + climbed - np.where(first, 0.0, np.roll(climbed, 1))
         stored = np.asarray(request.stored, dtype=bool)[column]
         widths = (stops - starts)[column[stored]]
+        held_up = np.minimum(item[stored], widths * costs.interference(1, fetches=0))
         return cls(
-            always=suffix + float(item[~stored].sum()),
-            items=item[stored],
+            always=suffix + float(item[~stored].sum()) + float(held_up.sum()),
+            items=item[stored] - held_up,
             loads=widths * costs.load_seconds(1),
             last_advance=last_advance,
             narrowest=int(widths.min(initial=request.tokens)),

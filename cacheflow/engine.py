@@ -14,8 +14,10 @@ import numpy as np
 import torch
 
 from cacheflow.costs.base import Costs
+from cacheflow.costs.interference import measure_interference
 from cacheflow.costs.learned import Learned, this_machine
 from cacheflow.costs.measure import measure
+from cacheflow.costs.measured import Measured
 from cacheflow.devices import open_device
 from cacheflow.executor import Executor
 from cacheflow.keys import model_fingerprint
@@ -156,15 +158,35 @@ class Engine:
         if self.model.device.type == "cuda":  # its libraries begin with the first pass
             self._executor.call(partial(self._pass, [0], [Part(0, 1, [0])]))
 
-    def measure(self) -> Costs:
+    def measure(self, *, max_tokens: int = 2048, progress: Callable[[str], object] = lambda step: None) -> Measured:
         """Measure the costs anew, of compute with nothing queued on it, and plan with them, and what is learned over
-        them, from now on."""
-        work = partial(measure, self.model, self.store, self.layout)
-        if self._executor is None:
-            self.costs = work()
-        else:  # where compute runs: its threads, and memory as its allocator has it
-            self.costs = self._executor.costs = self._executor.call(work)
-        return self.costs
+        them, from now on. An object of one chunk is written to the store for that, and deleted.
+
+        max_tokens: longest sequence measured; longer ones are extrapolated. progress: called before every step.
+        """
+        work = partial(measure, self.model, self.store, self.layout, max_tokens=max_tokens, progress=progress)
+        # Where compute runs: its threads, and memory as its allocator has it.
+        self.costs = costs = work() if self._executor is None else self._executor.call(work)
+        if self._executor is not None:
+            self._executor.costs = costs
+        progress("loads beside compute")
+        costs.interference_per_fetch, costs.interference_per_byte = measure_interference(
+            partial(self._beside, costs), self.model, self.store, self._device, self.layout
+        )
+        return costs
+
+    def _beside(self, costs: Costs, store: Store, streams: Callable[[str], Stream], cache_tokens: int) -> Engine:
+        """An engine of the same model for something else, with pages and streams of its own."""
+        return Engine(
+            self.model,
+            store,
+            chunk_tokens=self.chunk_tokens,
+            page_size=self.page_size,
+            cache_tokens=cache_tokens,
+            costs=costs,
+            timeout=self._timeout,
+            streams=streams,
+        )
 
     @property
     def known_costs(self) -> Costs:

@@ -40,8 +40,10 @@ def exact(requests: Sequence[Request], costs: Costs, objective: Objective = "wor
     others only fill its waiting for loads; any that do not are as good after it has ended.
     """
     fixed = (costs.fixed(COMPUTE), costs.layer_fixed, costs.fixed(FETCH), costs.fixed(COPY), costs.latency)
-    if any(fixed) or costs.copy_bandwidth != float("inf"):
-        raise ValueError(f"exact search needs costs without fixed terms, latency and copies, not {fixed} seconds")
+    if any(fixed) or costs.copy_bandwidth != float("inf") or costs.interference(1):
+        raise ValueError(
+            f"exact search needs costs without fixed terms, latency, copies and interference, not {fixed} seconds"
+        )
     if objective == "restoration" and not any(request.stored for request in requests):
         return 0.0
     return _Search(requests, costs, objective).solve()

@@ -6,7 +6,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import TypeVar
 
 from cacheflow.costs.base import Costs
@@ -25,7 +25,8 @@ class VirtualBackend:
     """Three streams, each one op at a time in order: compute, fetch (the link), copy.
 
     An op takes costs.seconds(op). A fetch begins no sooner than the latency after it was submitted; compute no sooner
-    than the copies submitted before it for its requests, at its layers, have ended.
+    than the copies submitted before it for its requests, at its layers, have ended. When a fetch ends, compute is held
+    up as costs.interference says.
     fail: given a fetch op, the columns of it that do not arrive, as parts, and why.
     record: told of every op when it has ended; None: the timeline is.
     """
@@ -71,9 +72,25 @@ class VirtualBackend:
         if not self._events:
             return []
         self._now, _, done = heapq.heappop(self._events)
+        if done.op.kind == FETCH:
+            self._hold_up(self.costs.interference(done.op.tokens * len(done.op.layers)))
         self.next_end = self._events[0][0] if self._events else math.inf
         self._record(done)
         return [done]
+
+    def _hold_up(self, seconds: float) -> None:
+        """Compute gets no further for so many seconds from now."""
+        if not seconds:
+            return
+        free = self._now + seconds
+        for i, (end, order, done) in sorted(enumerate(self._events), key=itemgetter(1)):
+            if done.op.kind == COMPUTE:
+                late = seconds if done.start < self._now else max(0.0, free - done.start)
+                start = done.start if done.start < self._now else done.start + late
+                free = end + late
+                self._events[i] = (free, order, done._replace(start=start, end=free))
+        heapq.heapify(self._events)
+        self._free[COMPUTE] = max(self._free[COMPUTE], free)
 
     def _add_span(self, done: Completion) -> None:
         moved = 0 if done.op.kind == COMPUTE else done.op.tokens * len(done.op.layers) * self.costs.shape.cell_bytes

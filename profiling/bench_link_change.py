@@ -86,6 +86,8 @@ class Following(Costs):
             fetch_seconds=costs.fetch_seconds,
             copy_bandwidth=costs.copy_bandwidth,
             copy_seconds=costs.copy_seconds,
+            interference_per_fetch=costs.interference_per_fetch,
+            interference_per_byte=costs.interference_per_byte,
         )
         self._costs, self._course, self._now = costs, course, now
         self._free = 0.0  # when all fetches given so far have ended

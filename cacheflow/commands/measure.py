@@ -53,22 +53,19 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from cacheflow.costs.learned import beside
-    from cacheflow.costs.measure import measure
 
     with common.steps() as step, common.engine(args, common.model_folder(args.model, step)) as engine:
         backend = engine.model.ops.NAME
-        costs = measure(engine.model, engine.store, engine.layout, max_tokens=args.tokens, progress=step)
-        learned = None
-        if args.learn is not None:
-            engine.costs = costs
-            learned = _learn(engine, args.tokens, args.learn, step)
+        costs = engine.measure(max_tokens=args.tokens, progress=step)
+        learned = None if args.learn is None else _learn(engine, args.tokens, args.learn, step)
     if args.out is not None:
         costs.save(args.out)
         if learned is not None:
             learned.save(beside(args.out))
     m = costs.measurements
     if args.json:
-        speeds = {"bandwidth": costs.bandwidth, "copy_bandwidth": costs.copy_bandwidth}
+        names = ("bandwidth", "copy_bandwidth", "interference_per_fetch", "interference_per_byte")
+        speeds = {name: getattr(costs, name) for name in names}
         rows = {} if learned is None else {"learned": [asdict(row) for row in learned.accuracy()]}
         common.print_json({"device": args.device, "backend": backend, **asdict(m), **speeds, **rows})
     else:
@@ -76,7 +73,9 @@ def run(args: argparse.Namespace) -> int:
         _print(m)
         print(
             f"\nhead {m.head * 1e3:.2f} ms a token; fixed {m.compute_fixed * 1e6:.0f} us per compute op; "
-            f"store {costs.bandwidth / 1e9:.2f} GB/s, copy to pages {costs.copy_bandwidth / 1e9:.2f} GB/s"
+            f"store {costs.bandwidth / 1e9:.2f} GB/s, copy to pages {costs.copy_bandwidth / 1e9:.2f} GB/s\n"
+            f"every fetch takes {costs.interference_per_fetch * 1e3:.2f} ms from compute, and a GB "
+            f"{costs.interference_per_byte * 1e9:.2f} s"
         )
         if learned is not None:
             _print_learned(learned.accuracy())

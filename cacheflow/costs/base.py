@@ -144,6 +144,8 @@ class Costs(ABC):
 
     bandwidth: of the link, bytes per second. latency: seconds before a fetch's first byte; overlaps other transfers.
     fetch_seconds, copy_seconds: fixed per op. copy_bandwidth: staging to pages, bytes per second.
+    interference_per_fetch, interference_per_byte: seconds by which a fetch and its copy hold up compute, with which
+        they may share CPU cores and memory.
     project_marginal, advance_marginal: seconds per token and layer. pair_marginal: per (query, key) pair and layer.
     compute_fixed: seconds per compute op. layer_fixed: seconds per layer of a compute op, whatever it holds.
     revision: differs whenever seconds of compute ops do.
@@ -154,6 +156,8 @@ class Costs(ABC):
     pair_marginal: float
     compute_fixed: float
     layer_fixed: float = 0.0
+    interference_per_fetch: float = 0.0
+    interference_per_byte: float = 0.0
     revision: int = 0
 
     def __init__(
@@ -165,6 +169,8 @@ class Costs(ABC):
         fetch_seconds: float = 0.0,
         copy_bandwidth: float = float("inf"),
         copy_seconds: float = 0.0,
+        interference_per_fetch: float = 0.0,
+        interference_per_byte: float = 0.0,
     ) -> None:
         if not bandwidth > 0 or not copy_bandwidth > 0:
             raise ValueError(f"bandwidths must be above 0 bytes/s, not {bandwidth} (link) and {copy_bandwidth} (copy)")
@@ -174,6 +180,8 @@ class Costs(ABC):
         self.fetch_seconds = fetch_seconds
         self.copy_bandwidth = copy_bandwidth
         self.copy_seconds = copy_seconds
+        self.interference_per_fetch = interference_per_fetch
+        self.interference_per_byte = interference_per_byte
 
     def seconds(self, op: Op) -> float:
         """Undisturbed duration of an op on its resource, in seconds; a fetch's latency is not part of it."""
@@ -193,6 +201,10 @@ class Costs(ABC):
     def load_seconds(self, cells: int) -> float:
         """Seconds that the link needs to move so many (token, layer) pairs of KV."""
         return cells * self.shape.cell_bytes / self.bandwidth
+
+    def interference(self, cells: int, fetches: int = 1) -> float:
+        """Seconds by which fetches of so many (token, layer) pairs, and their copies, hold up compute."""
+        return fetches * self.interference_per_fetch + cells * self.shape.cell_bytes * self.interference_per_byte
 
     @abstractmethod
     def layer_seconds(self, work: LayerWork) -> float:

@@ -147,6 +147,8 @@ class Learned(Costs):
     def _refresh_link(self) -> None:
         costs = self.undisturbed
         self.shape, self.latency = costs.shape, costs.latency
+        self.interference_per_fetch = costs.interference_per_fetch
+        self.interference_per_byte = costs.interference_per_byte
         self.fetch_seconds, self.copy_seconds = self._fixed(FETCH), self._fixed(COPY)
         self.bandwidth = costs.bandwidth / _median(self._ratios((FETCH, 0)), 1.0)
         self.copy_bandwidth = costs.copy_bandwidth / _median(self._ratios((COPY, 0)), 1.0)

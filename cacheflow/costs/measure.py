@@ -36,7 +36,7 @@ def measure(
     layout: Layout,
     *,
     max_tokens: int = 2048,
-    progress: Callable[[str], None] = lambda step: None,
+    progress: Callable[[str], object] = lambda step: None,
 ) -> Measured:
     """Time compute, copies and the store's reads. Takes some seconds; nothing else should run meanwhile.
 
@@ -44,9 +44,9 @@ def measure(
     progress: called with a line before every step.
     """
     max_tokens = min(max_tokens, model.max_positions)
-    bench = _Bench(model, max_tokens)
-    tokens, queries = _up_to(max_tokens, TOKENS), _up_to(max_tokens, QUERIES)
-    contexts = _up_to(max_tokens - 1, CONTEXTS)
+    bench = Bench(model, max_tokens)
+    tokens, queries = up_to(max_tokens, TOKENS), up_to(max_tokens, QUERIES)
+    contexts = up_to(max_tokens - 1, CONTEXTS)
     windows = Counter(model.config.windows)
     project, advance, pair = [], [], []
     for n in reversed(tokens):  # the allocator settles on the largest sizes first, as it has in a run
@@ -115,7 +115,7 @@ def _read_seconds(store: Store, layout: Layout, payload: Buffer) -> float | str:
             store.delete([key])
 
 
-class _Bench:
+class Bench:
     """Times ops on the calling thread."""
 
     def __init__(self, model: Decoder, max_tokens: int) -> None:
@@ -153,15 +153,18 @@ class _Bench:
         return RaggedBatch.build([Part(start, stop, self.ids, True, advance)], PAGE, self.model.device)
 
     def layer(self, n: int) -> float:
+        return self._time(self.band(n)) / min(BAND, self.model.config.num_layers)
+
+    def band(self, n: int) -> Callable[[], None]:
+        """A pass of n tokens through the next few layers, to be run again and again."""
         batch, hidden = self._batch(0, n), self.hidden[:n]
-        layers = min(BAND, self.model.config.num_layers)
         states = hidden.clone()
 
         def run() -> None:
             states.copy_(hidden)  # or they would grow from run to run
-            self.model.forward(self._band(layers), batch, states, self.pages)
+            self.model.forward(self._band(BAND), batch, states, self.pages)
 
-        return self._time(run) / layers
+        return run
 
     def project(self, n: int) -> float:
         batch, hidden = self._batch(0, n, advance=0), self.hidden[:n]
@@ -216,7 +219,8 @@ class _Bench:
         return max(0.0, whole - layout.nbytes / bandwidth), bandwidth
 
 
-def _up_to(most: int, grid: tuple[int, ...]) -> tuple[int, ...]:
+def up_to(most: int, grid: tuple[int, ...]) -> tuple[int, ...]:
+    """The points of an ascending grid below `most`, and that itself."""
     return (*(n for n in grid if n < most), most)
 
 

@@ -73,6 +73,8 @@ class Measured(Costs):
             "fetch_seconds": self.fetch_seconds,
             "copy_bandwidth": self.copy_bandwidth,
             "copy_seconds": self.copy_seconds,
+            "interference_per_fetch": self.interference_per_fetch,
+            "interference_per_byte": self.interference_per_byte,
         }
         shape, measurements = asdict(self.shape), asdict(self.measurements)
         record = {"format": FORMAT, "shape": shape, "measurements": measurements, "link": link}

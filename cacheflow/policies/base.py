@@ -51,6 +51,7 @@ class Policy(ABC):
         self.planes: dict[str, Plane] = {}
         self._free = dict.fromkeys(KINDS, 0.0)
         self._queued: dict[str, list[tuple[Op, float]]] = {resource: [] for resource in KINDS}
+        self._held_up = 0.0  # seconds by which fetches that ended have held up the compute op that runs
 
     # The protocol
 
@@ -91,7 +92,15 @@ class Policy(ABC):
             else:
                 plane.finished(op.kind, op.layers, part)
         if self._ended(op, seconds) or op.kind == COPY:  # of a fetch that failed in part, the seconds are no measure
-            self.observe(op, seconds)
+            self.observe(op, self._undisturbed(op, seconds))
+
+    def _undisturbed(self, op: Op, seconds: float) -> float:
+        """What an op that ended would have taken without the fetches that ended meanwhile; half of it at least."""
+        if op.kind == FETCH and self._queued["compute"]:
+            self._held_up += self.costs.interference(op.tokens * len(op.layers))
+        if op.kind == COMPUTE:
+            seconds, self._held_up = max(seconds - self._held_up, seconds / 2), 0.0
+        return seconds
 
     def failed(self, op: Op, reason: str) -> None:
         """A fetch, or the part of it that is given, ended without data: recompute what it was for."""

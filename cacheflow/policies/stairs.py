@@ -82,7 +82,9 @@ class Planner:
         for one in tuple(found) if self.count else ():
             late = one.compute + compute_at - one.link - link_at
             column = self.bounds[self.count] / self.count
-            share = late / (column * (self.costs.load_seconds(1) + self.costs.project_marginal))
+            costs = self.costs
+            cell = costs.load_seconds(1) + costs.project_marginal - costs.interference(1, fetches=0)
+            share = late / (column * cell) if cell > 0 else 0.0
             for fewer in {math.floor(share), math.ceil(share)} if 0 < share < one.first else ():
                 found.append(self.evaluate(one.columns, one.partly, one.first - fewer, *at))
         return min(found, key=lambda stairs: stairs.seconds)
@@ -134,16 +136,20 @@ class Planner:
                 continue
             done += layers
             launch = self._launch(computed, on, done == self.layers)
-            fetch, copy, pieces = self._load(computed)
+            fetch, copy, held_up, pieces = self._load(computed)
             if fetch:
                 # Waiting for the first of these layers' loads, or for the last, is all that can hold them up. They
-                # land as fast as the slower of link and copies is.
+                # land as fast as the slower of link and copies is. Those of the next layer land during a launch.
                 begins, ends = not link, done == self.layers
-                step, more, cut = max(fetch, copy), (pieces - 1) * fixed, copy / pieces
-                time = max(time, landed + fetch + (more + cut if begins else copy)) + launch * layers
+                step, more, each = max(fetch, copy), (pieces - 1) * fixed, costs.interference_per_fetch
+                # What a launch still waits for when a layer's fetch has ended, and when its last piece has.
+                whole, cut = max(copy, held_up), max(copy / pieces, each + (held_up - each) / pieces)
+                busy = launch * layers + held_up * (layers - 1)
+                time = max(time + held_up, landed + fetch + (more + cut if begins else whole)) + busy
                 landed += step * layers + more * begins
-                time = max(time, landed - step + fetch + (more + cut if ends else copy) + launch)
+                time = max(time, landed - step + fetch + (more + cut if ends else whole) + launch)
                 link += fetch * layers + more * (begins + (ends and done > 1))
+                compute += held_up * layers
             else:
                 time += launch * layers
             compute += launch * layers
@@ -153,27 +159,29 @@ class Planner:
         """In how many fetches the first and the last layer are loaded, of which so many columns are computed: as many
         as let compute begin, and end, soonest. What has landed is copied while the next piece is on its way."""
         self._forget_other_costs()
-        return self._load(columns)[2]
+        return self._load(columns)[3]
 
-    def _load_seconds(self, columns: int) -> tuple[float, float, int]:
+    def _load_seconds(self, columns: int) -> tuple[float, float, float, int]:
         """Of a layer of which so many columns are computed: see _fetch, and pieces."""
-        fetch, copy = self._fetch(columns)
-        fixed = self.costs.fixed(FETCH) + self.costs.fixed(COPY)
+        fetch, copy, held_up = self._fetch(columns)
+        fixed = self.costs.fixed(FETCH) + self.costs.fixed(COPY) + self.costs.interference_per_fetch
         wanted = PIECES if copy >= fixed * PIECES**2 else max(1, round(math.sqrt(copy / fixed)))
         loaded = max(1, self.count - columns)
-        return fetch, copy, -(-loaded // -(-loaded // wanted))  # of equal size
+        return fetch, copy, held_up, -(-loaded // -(-loaded // wanted))  # of equal size
 
-    def _fetch(self, columns: int) -> tuple[float, float]:
-        """Seconds on the link of a layer of which so many columns are computed, and of what is copied at its end."""
+    def _fetch(self, columns: int) -> tuple[float, float, float]:
+        """Seconds on the link of a layer of which so many columns are computed, of what is copied at its end, and by
+        which both hold up compute."""
         costs, start = self.costs, self.bounds[columns]
         loaded = self.bounds[self.count] - start
         if self.holes:
             loaded -= sum(hole.stop - hole.start for hole in self.holes if hole.start >= start)
         if not loaded:
-            return 0.0, 0.0
+            return 0.0, 0.0, 0.0
         fetches = -(-loaded // self.staging)
         copied = min(loaded, self.staging) * costs.shape.cell_bytes / costs.copy_bandwidth
-        return fetches * costs.fixed(FETCH) + costs.load_seconds(loaded), costs.fixed(COPY) + copied
+        link = fetches * costs.fixed(FETCH) + costs.load_seconds(loaded)
+        return link, costs.fixed(COPY) + copied, costs.interference(loaded, fetches)
 
     def _launch_seconds(self, computed: int, on: int, last: bool) -> float:
         """Seconds of a layer at which so many columns are computed and so many of them go on."""

@@ -94,13 +94,15 @@ def batches(draw: st.DrawFn, max_requests: int = 3, max_layers: int = 5, **optio
 
 @st.composite
 def costs(draw: st.DrawFn, windows: tuple[int | None, ...]) -> Costs:
-    """Roofline or Affine; link, latency and copies from negligible to dominant."""
+    """Roofline or Affine; link, latency, copies and interference from none to dominant."""
     link = {
         "bandwidth": 10 ** draw(st.floats(-1, 3)),
         "latency": draw(st.sampled_from([0.0, 0.5, 20.0])),
         "fetch_seconds": draw(st.sampled_from([0.0, 0.1, 3.0])),
         "copy_bandwidth": draw(st.sampled_from([float("inf"), 50.0, 2.0])),
         "copy_seconds": draw(st.sampled_from([0.0, 0.1])),
+        "interference_per_fetch": draw(st.sampled_from([0.0, 0.1, 3.0])),
+        "interference_per_byte": draw(st.sampled_from([0.0, 0.01, 1.0])),
     }
     if draw(st.booleans()):
         speeds = {name: 10 ** draw(st.floats(2, 4)) for name in ("gemm", "attention", "memory", "host")}

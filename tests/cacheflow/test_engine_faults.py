@@ -521,6 +521,7 @@ def test_a_store_that_is_down_when_costs_are_measured(make_engine):
     engine = make_engine(down, costs=None)
     with (
         pytest.warns(UserWarning, match=r"the store could not be timed \(error\)"),
+        pytest.warns(UserWarning, match="what loads take from compute could not be timed"),
         restoring(engine, [TOKENS]) as [restored],
     ):
         check(engine, restored)

@@ -540,7 +540,7 @@ def test_learned_costs_that_are_given_go_on_unless_told_otherwise(make_engine, s
 
 
 def test_costs_that_are_measured_are_learned_over(make_engine, monkeypatch) -> None:
-    monkeypatch.setattr("cacheflow.engine.measure", lambda model, store, layout: ToyCosts(model))
+    monkeypatch.setattr("cacheflow.engine.measure", lambda model, store, layout, **options: ToyCosts(model))
     engine = make_engine(costs=None)
     restore(engine)
     first = engine.learned

@@ -140,13 +140,14 @@ def test_attention_is_interpolated_per_pair():
 def test_what_was_saved_is_loaded(tmp_path_factory, measured, bandwidth, latency):
     path = tmp_path_factory.mktemp("costs") / "costs.json"
     link = dict(bandwidth=bandwidth, latency=latency, fetch_seconds=1e-3, copy_bandwidth=2e9, copy_seconds=1e-5)
+    link |= dict(interference_per_fetch=1e-3, interference_per_byte=1e-9)
     Measured(SHAPE, measured, **link).save(path)
     loaded = Measured.load(path, SHAPE)
     assert loaded.measurements == measured and loaded.shape == SHAPE
     for kind in (COMPUTE, FETCH, COPY):
         op = Op(kind, range(1, 3), (Part("r", 3, 11),))
         assert loaded.seconds(op) == Measured(SHAPE, measured, **link).seconds(op)
-    assert loaded.latency == latency
+    assert loaded.latency == latency and loaded.interference(3) == Measured(SHAPE, measured, **link).interference(3) > 0
     assert Measured.load(path, SHAPE, bandwidth=5.0).bandwidth == 5.0
 
 

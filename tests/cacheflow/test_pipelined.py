@@ -60,10 +60,11 @@ def test_one_request_is_near_the_bound_and_behind_no_other_policy(name):
 @pytest.mark.parametrize("columns", [0, 3, 8])
 @pytest.mark.parametrize("row", [True, False])
 @pytest.mark.parametrize("gbps", [5, 40, 400])
-def test_the_planner_predicts_what_the_simulator_runs(monkeypatch, partly, columns, row, gbps):
+@pytest.mark.parametrize("taken", [0.0, 200e-6])
+def test_the_planner_predicts_what_the_simulator_runs(monkeypatch, partly, columns, row, gbps, taken):
     """Whatever stairs it is made to take, layer by layer; only launches that would wait are cut in two where nothing
     else runs."""
-    costs, one = roofline("H100", gbps), request("a", 4096, 100)
+    costs, one = roofline("H100", gbps, interference_per_fetch=taken), request("a", 4096, 100)
     planner = Planner(Plane(one), costs, 8192, STAGING)
     stairs = planner.evaluate(columns, partly if columns < 8 else 0, planner.count if row else 0)
     monkeypatch.setattr(Planner, "best", lambda self, *arguments: stairs)

@@ -1,0 +1,243 @@
+"""What loads take from compute: in virtual time, in plans and bounds, in what is learned, and how it is measured."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from cacheflow import bounds, policies
+from cacheflow.costs import interference
+from cacheflow.costs.learned import Learned
+from cacheflow.costs.roofline import GBPS, Roofline, device
+from cacheflow.op import COMPUTE, COPY, FETCH, Op, Part
+from cacheflow.plane import Plane
+from cacheflow.policies.stairs import Planner
+from cacheflow.request import Request
+from cacheflow.simulate import Simulation, VirtualBackend
+from cacheflow.stores import MemoryStore
+from tests.cacheflow.strategies import Affine
+from tests.cacheflow.test_pipelined import LLAMA, STAGING, request
+from tests.cacheflow.toy import ToyCosts, config, objects
+from tests.stores.faults import Fails
+
+COSTS = Affine(
+    (None,) * 4,
+    project=0.0,
+    advance=1.0,
+    pair=0.0,
+    bandwidth=8.0,  # a cell a second
+    interference_per_fetch=2.0,
+    interference_per_byte=0.25,
+)
+
+
+def compute(start: int, stop: int) -> Op:
+    return Op(COMPUTE, range(1), (Part("a", start, stop),))
+
+
+def ends(backend: VirtualBackend) -> dict[Op, tuple[float, float]]:
+    found = {}
+    while done := list(backend.wait()):
+        found |= {one.op: (one.start, one.end) for one in done}
+    return found
+
+
+class TestBackend:
+    FETCHED = Op(FETCH, range(1), (Part("b", 0, 4),))  # ends at 4 and holds up compute by 2 + 4 x 8 / 4 = 10
+
+    def test_compute_that_runs_ends_later_and_what_is_queued_behind_it_starts_later(self) -> None:
+        backend = VirtualBackend(COSTS)
+        for op in (self.FETCHED, compute(0, 6), compute(6, 8)):
+            backend.submit(op)
+        assert ends(backend) == {self.FETCHED: (0, 4), compute(0, 6): (0, 16), compute(6, 8): (16, 18)}
+
+    def test_compute_that_comes_meanwhile_waits(self) -> None:
+        backend = VirtualBackend(COSTS)
+        backend.submit(self.FETCHED)
+        assert next(iter(backend.wait())).end == 4
+        backend.submit(compute(0, 6))
+        assert ends(backend) == {compute(0, 6): (14, 20)}
+
+    def test_compute_that_has_ended_does_not(self) -> None:
+        backend = VirtualBackend(COSTS)
+        for op in (self.FETCHED, compute(0, 3)):
+            backend.submit(op)
+        assert ends(backend) == {self.FETCHED: (0, 4), compute(0, 3): (0, 3)}
+
+    def test_compute_that_waits_for_a_copy_spends_the_time_waiting(self) -> None:
+        costs = Affine((None,) * 4, bandwidth=8.0, advance=1.0, copy_seconds=30.0, interference_per_fetch=10.0)
+        backend, copy = VirtualBackend(costs), Op(COPY, range(1), (Part("a", 0, 4),))
+        for op in (copy, compute(4, 8), self.FETCHED):
+            backend.submit(op)
+        assert ends(backend)[compute(4, 8)][0] == 30
+
+    def test_copies_and_fetches_are_not_held_up(self) -> None:
+        backend, copy = VirtualBackend(COSTS), Op(COPY, range(4), (Part("a", 0, 8),))
+        more = Op(FETCH, range(1), (Part("b", 4, 8),))
+        for op in (self.FETCHED, more, copy):
+            backend.submit(op)
+        assert ends(backend) == {self.FETCHED: (0, 4), more: (4, 8), copy: (0, 0)}
+
+
+def held_up(per_fetch: float, per_byte: float, gbps: float = 40) -> Roofline:
+    return Roofline(
+        LLAMA,
+        device("H100"),
+        bandwidth=gbps * GBPS,
+        fetch_seconds=10e-6,
+        interference_per_fetch=per_fetch,
+        interference_per_byte=per_byte,
+    )
+
+
+PLANNED = [(0.0, 0.0), (100e-6, 0.0), (0.0, 1e-10), (300e-6, 1e-10)]
+
+
+@pytest.mark.parametrize("gbps", [10, 40])
+@pytest.mark.parametrize("taken", PLANNED, ids=str)
+def test_pipelined_knows_what_its_loads_take(taken, gbps) -> None:
+    """Its plan is what the simulator runs, and near the bound; more pieces cost more, so fewer are fetched."""
+    costs, one = held_up(*taken, gbps), request("a", 16384, 64)
+    planned = Planner(Plane(one), costs, 8192, STAGING).best(one.prefix)
+    simulation = Simulation(policies.find("pipelined")(costs, staging_cells=STAGING), [one])
+    assert simulation.ttft["a"] == pytest.approx(planned.seconds, rel=0.02)
+    fixed = taken[0] * LLAMA.layers  # of which the bound counts nothing
+    assert bounds.lower([one], costs) <= simulation.ttft["a"] <= 1.03 * bounds.lower([one], costs) + fixed
+
+
+@pytest.mark.parametrize("taken", PLANNED[1:], ids=str)
+def test_a_plan_that_does_not_know_is_worse(taken) -> None:
+    truth, one = held_up(*taken), request("a", 16384, 64)
+    times = [
+        Simulation(policies.find("pipelined")(costs, staging_cells=STAGING), [one], costs=truth).ttft["a"]
+        for costs in (truth, held_up(0.0, 0.0))
+    ]
+    assert times[0] < times[1]
+
+
+def test_bounds_rise_by_what_must_be_loaded() -> None:
+    """A prefix of 8 tokens and a suffix of one, in two layers; a fast link."""
+    one, options = Request("a", (0, 8, 9), (True,), (None, None)), dict(project=0.0, pair=0.0, head=0.0)
+    found = [
+        bounds.lower([one], Affine((None, None), bandwidth=8e6, interference_per_byte=taken, **options))
+        for taken in (0.0, 1 / 64, 1e9)
+    ]
+    # The suffix alone; and what 8 loaded cells take, an eighth of a second each (those of the first layer are projected
+    # for nothing); and all computed.
+    assert found == pytest.approx([2, 3, 10], rel=1e-3)
+    means = [
+        bounds.lower_mean([one], Affine((None, None), bandwidth=8e6, interference_per_byte=taken, **options))
+        for taken in (0.0, 1 / 64, 1e9)
+    ]
+    assert means == pytest.approx(found, rel=1e-3)
+
+
+def test_exact_search_refuses_it() -> None:
+    with pytest.raises(ValueError, match="interference"):
+        bounds.exact([Request.of("a", prefix=8, suffix=1, chunk=8, layers=4)], COSTS)
+
+
+@pytest.mark.parametrize("name", [name for name in policies.available() if name != "recompute"])
+def test_what_is_learned_of_compute_is_without_it(name) -> None:
+    """Held up by a fifth and more, ops are learned to take what they take alone."""
+    truth, learned = held_up(300e-6, 2e-11), Learned(held_up(300e-6, 2e-11))
+    for _ in range(4):
+        policy = policies.find(name)(learned, staging_cells=STAGING)
+        policy.observe = learned.observe
+        Simulation(policy, [request("a", 16384, 64)], costs=truth)
+    for row in learned.accuracy():
+        if row.kind not in (FETCH, COPY):
+            assert row.median < 0.05 and row.factor == pytest.approx(1.0, abs=0.05)
+    assert learned.interference_per_fetch == 300e-6 and learned.interference_per_byte == 2e-11
+
+
+# Measuring
+
+
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Layers that take 1 s alone, 2.5 s beside a fetch for each layer, 1.3 s beside one; and 9 s more in one round."""
+    seen: list[str] = []
+
+    def seconds(self: Any, beside: Callable[[], Any]) -> float:
+        restored = beside()
+        fetches = 0 if restored is None else sum(span.op.kind == FETCH for span in restored.timeline.spans)
+        layers = {0: "", 1: interference.WHOLE}.get(fetches, interference.LAYERWISE)
+        seen.append(layers)
+        late = 9.0 if len(seen) == 5 else 0.0
+        return {"": 1.0, interference.WHOLE: 1.3}.get(layers, 2.5) + late
+
+    monkeypatch.setattr("cacheflow.costs.measure.REPEATS", (1, 1))
+    monkeypatch.setattr(interference._Busy, "__init__", lambda self, *arguments: None)
+    monkeypatch.setattr(interference._Busy, "seconds", seconds)
+    yield seen
+
+
+def test_it_is_told_by_one_fetch_and_many(make_engine, scripted) -> None:
+    store = MemoryStore(1 << 30)
+    engine = make_engine(store, costs=None, cache_tokens=16)
+    layers, nbytes = engine.model.config.num_layers, engine.layout.nbytes
+    costs = engine.measure(max_tokens=16)
+    assert scripted == ["", interference.LAYERWISE, interference.WHOLE] * interference.ROUNDS
+    each = 1.2 / (layers - 1)
+    assert costs.interference_per_fetch == pytest.approx(each)
+    assert costs.interference_per_byte == pytest.approx(max(0.0, 0.3 - each) / nbytes)
+    assert not objects(store)
+
+
+def test_a_store_that_loads_nothing_is_no_measure(make_engine, scripted) -> None:
+    store = MemoryStore(1 << 30)
+    engine = make_engine(Fails(store, "error"), costs=None)
+    with (
+        pytest.warns(UserWarning, match="the store could not be timed"),
+        pytest.warns(UserWarning, match="what loads take from compute could not be timed"),
+    ):
+        assert engine.measure(max_tokens=16).interference(8) == 0
+    assert not objects(store)
+
+
+@pytest.mark.parametrize(("family", "positions"), [("llama-1-layer", 512), ("llama", 8)])
+def test_a_model_with_nothing_to_tell_by_is_left_alone(make_engine, scripted, family, positions) -> None:
+    from models.decoder import Decoder
+    from models.weights import random_weights
+
+    shape = config(family, max_position_embeddings=positions)
+    engine = make_engine(model=Decoder(shape, random_weights(shape, 0, torch.float32)), costs=None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert engine.measure(max_tokens=8).interference(8) == 0
+    assert not scripted
+
+
+def test_layers_are_kept_running_beside(make_engine, monkeypatch) -> None:
+    """The real thing: what runs meanwhile begins before the layers have ended, and they fill the stream."""
+    spans: list[tuple[float, float]] = []
+
+    class Watched(interference._Busy):
+        def seconds(self, beside: Callable[[], object]) -> float:
+            first = len(spans)
+            run = self._stream.run
+            monkeypatch.setattr(
+                self._stream,
+                "run",
+                lambda work, ended: run(work, lambda *end: (spans.append(end[:2]), ended(*end))),
+                raising=False,
+            )
+            found = super().seconds(beside)
+            monkeypatch.setattr(self._stream, "run", run)
+            own = [span for span in spans[first:]][: self._count]
+            assert len(own) == self._count >= interference.REPEATS
+            assert all(a[1] <= b[0] for a, b in pairwise(own))
+            assert found == own[-1][1] - own[0][0] > 0
+            return found
+
+    monkeypatch.setattr("cacheflow.costs.measure.REPEATS", (1, 1))
+    monkeypatch.setattr(interference, "_Busy", Watched)
+    costs = make_engine(costs=None).measure(max_tokens=16)
+    assert costs.interference_per_fetch >= 0 and costs.interference_per_byte >= 0
+    assert not isinstance(costs, ToyCosts)
