@@ -15,7 +15,6 @@ import numpy as np
 from cacheflow.costs.measure import Bench, up_to
 from cacheflow.devices import Device
 from cacheflow.op import COMPUTE, FETCH
-from cacheflow.results import Restored
 from cacheflow.stores.base import Buffer, Store, StoreWrapper, WriteResult
 from cacheflow.stores.layout import Layout
 from cacheflow.stores.link import Link
@@ -26,11 +25,12 @@ if TYPE_CHECKING:
     from cacheflow.engine import Engine
 
 TOKENS = (256, 512, 1024, 2048)  # of the passes that keep compute busy; the first that lasts ROW_SECONDS is taken
-ROW_SECONDS = 4e-3  # from one layer's fetch to the next
+ROW_SECONDS = 5e-3  # from one layer's fetch to the next
 BUSY = 1.5  # times as long as the loads take, compute has work
 ROUNDS = 5
 REPEATS = 3  # passes at least
-LAYERWISE, WHOLE = "layerwise-load", "load"  # policies: an object is fetched in as many ops as there are layers, in one
+CHUNKS = 4  # that are loaded at once
+LAYERWISE, WHOLE = "layerwise-load", "load"  # policies: a fetch for every layer, and one for every chunk
 
 
 class Make(Protocol):
@@ -44,42 +44,44 @@ def measure_interference(
 ) -> tuple[float, float]:
     """interference_per_fetch and interference_per_byte of Costs, in seconds.
 
-    An object is restored, layer by layer and at once, behind a queue of layers on the compute stream: what these take
-    longer than alone is what fetches, copies and the loop took from them. Medians of ROUNDS.
-    layout: of a stored chunk. One is written to the store, and deleted; where that cannot be, 0 and 0 are returned.
+    Chunks are restored, one of them layer by layer and CHUNKS at once, behind a queue of layers on the compute stream:
+    what these take longer than alone is what fetches, copies and the loop took from them. Medians of ROUNDS.
+    layout: of a stored chunk. They are written to the store, and deleted; where that cannot be, 0 and 0 are returned.
     """
     if layout.tokens >= model.max_positions or layout.layers == 1:
         return 0.0, 0.0  # no prompt is as long; nothing to tell fetches from bytes by
     seconds, sizes = ROW_SECONDS * layout.layers, up_to(min(TOKENS[-1], model.max_positions), TOKENS)
     undelayed = _Remembers(store.store if isinstance(store, Link) else store)
-    link = Link(undelayed, gbps=layout.nbytes * 8 / 1e9 / seconds)
     streams: dict[str, Stream] = {}
 
     def stream(name: str) -> Stream:
         return streams.setdefault(name, device.stream(name))
 
-    prompt = np.random.default_rng().integers(model.config.vocab_size, size=layout.tokens + 1).tolist()
-    with make(link, stream, len(prompt)) as engine:
+    chunks = min(CHUNKS, (model.max_positions - 1) // layout.tokens)
+    tokens = np.random.default_rng().integers(model.config.vocab_size, size=chunks * layout.tokens + 1).tolist()
+    prompts = {LAYERWISE: tokens[: layout.tokens + 1], WHOLE: tokens}
+    link = Link(undelayed, gbps=math.inf)
+    with make(link, stream, len(tokens)) as engine:
         try:
-            engine.save(prompt[:-1])
-            _restore(engine, prompt, WHOLE)
+            engine.save(tokens[:-1])
+            works = {policy: partial(_restore, engine, prompt, policy, seconds) for policy, prompt in prompts.items()}
+            fetches = {policy: work() for policy, work in works.items()}
+            if fetches != {LAYERWISE: layout.layers, WHOLE: chunks}:
+                raise _NotLoadedError(f"{fetches} fetches")
             busy = _Busy(streams[COMPUTE], Bench(model, sizes[-1]), sizes, BUSY * seconds)
-            works: dict[str, Callable[[], object]] = {"": lambda: None}
-            works |= {policy: partial(_restore, engine, prompt, policy) for policy in (LAYERWISE, WHOLE)}
-            times: dict[str, list[float]] = {policy: [] for policy in works}
-            for _ in range(ROUNDS):
-                for policy, work in works.items():
-                    times[policy].append(busy.seconds(work))
-        except _NotLoaded as error:
+            times = [
+                [busy.seconds(work) for work in (lambda: 0, works[LAYERWISE], works[WHOLE])] for _ in range(ROUNDS)
+            ]
+        except _NotLoadedError as error:
             warnings.warn(f"what loads take from compute could not be timed ({error}); none is assumed", stacklevel=2)
             return 0.0, 0.0
         finally:
             with contextlib.suppress(Exception):
                 undelayed.delete(undelayed.written)
-    fetches = layout.layers - 1  # more layer by layer than at once
-    each = statistics.median(more - one for one, more in zip(times[WHOLE], times[LAYERWISE], strict=True)) / fetches
-    once = statistics.median(one - none for none, one in zip(times[""], times[WHOLE], strict=True))
-    return max(0.0, each), max(0.0, once - max(0.0, each)) / layout.nbytes
+    layerwise = statistics.median(one - alone for alone, one, _ in times)  # layers x fetch + chunk
+    whole = statistics.median(one - alone for alone, _, one in times) / chunks  # fetch + chunk
+    fetch = max(0.0, layerwise - whole) / (layout.layers - 1)
+    return fetch, max(0.0, whole - fetch) / layout.nbytes
 
 
 class _Remembers(StoreWrapper):
@@ -94,17 +96,20 @@ class _Remembers(StoreWrapper):
         return self.store.write(key, layout, payload)
 
 
-class _NotLoaded(Exception):
-    """The object was not stored, or not read."""
+class _NotLoadedError(Exception):
+    """The chunks were not stored, or not read."""
 
 
-def _restore(engine: Engine, prompt: Sequence[int], policy: str) -> Restored:
+def _restore(engine: Engine, prompt: Sequence[int], policy: str, seconds: float) -> int:
+    """In how many fetches, over a link that takes so many seconds for them."""
+    chunks, link = len(prompt) // engine.chunk_tokens, engine.store
+    assert isinstance(link, Link)
+    link.set_bandwidth(chunks * engine.layout.nbytes * 8 / 1e9 / seconds)
     [restored] = engine.restore([prompt], policy=policy)
     engine.release(restored)
-    fetches = sum(span.op.kind == FETCH for span in restored.timeline.spans)
-    if fetches != (restored.request.layers if policy == LAYERWISE else 1) or restored.failures:
-        raise _NotLoaded(f"{fetches} fetches, failures: {dict(restored.failures)}")
-    return restored
+    if restored.failures:
+        raise _NotLoadedError(f"failures: {dict(restored.failures)}")
+    return sum(span.op.kind == FETCH for span in restored.timeline.spans)
 
 
 class _Busy:

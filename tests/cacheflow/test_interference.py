@@ -160,17 +160,15 @@ def test_what_is_learned_of_compute_is_without_it(name) -> None:
 
 
 @pytest.fixture
-def scripted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Layers that take 1 s alone, 2.5 s beside a fetch for each layer, 1.3 s beside one; and 9 s more in one round."""
-    seen: list[str] = []
+def scripted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Layers that take 1 s alone, 0.1 s more with every fetch beside them, and 2 s with every chunk; and once 9 s."""
+    seen: list[int] = []
 
-    def seconds(self: Any, beside: Callable[[], Any]) -> float:
-        restored = beside()
-        fetches = 0 if restored is None else sum(span.op.kind == FETCH for span in restored.timeline.spans)
-        layers = {0: "", 1: interference.WHOLE}.get(fetches, interference.LAYERWISE)
-        seen.append(layers)
-        late = 9.0 if len(seen) == 5 else 0.0
-        return {"": 1.0, interference.WHOLE: 1.3}.get(layers, 2.5) + late
+    def seconds(self: Any, beside: Callable[[], int]) -> float:
+        fetches = beside()
+        seen.append(fetches)
+        chunks = {0: 0, 3: 1}.get(fetches, interference.CHUNKS)
+        return 1.0 + 0.1 * fetches + 2 * chunks + (9.0 if len(seen) == 5 else 0.0)
 
     monkeypatch.setattr("cacheflow.costs.measure.REPEATS", (1, 1))
     monkeypatch.setattr(interference._Busy, "__init__", lambda self, *arguments: None)
@@ -181,12 +179,11 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 def test_it_is_told_by_one_fetch_and_many(make_engine, scripted) -> None:
     store = MemoryStore(1 << 30)
     engine = make_engine(store, costs=None, cache_tokens=16)
-    layers, nbytes = engine.model.config.num_layers, engine.layout.nbytes
+    assert engine.model.config.num_layers == 3
     costs = engine.measure(max_tokens=16)
-    assert scripted == ["", interference.LAYERWISE, interference.WHOLE] * interference.ROUNDS
-    each = 1.2 / (layers - 1)
-    assert costs.interference_per_fetch == pytest.approx(each)
-    assert costs.interference_per_byte == pytest.approx(max(0.0, 0.3 - each) / nbytes)
+    assert scripted == [0, 3, interference.CHUNKS] * interference.ROUNDS
+    assert costs.interference_per_fetch == pytest.approx(0.1)
+    assert costs.interference_per_byte == pytest.approx(2 / engine.layout.nbytes)
     assert not objects(store)
 
 
