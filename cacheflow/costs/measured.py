@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -50,7 +52,6 @@ class Measured(Costs):
         self.advance_marginal = float(np.min(np.asarray(m.advance) / tokens))
         self.pair_marginal = float(np.min(m.pair))
         self.compute_fixed = m.compute_fixed
-        self._pair = np.asarray(m.pair)
 
     def layer_seconds(self, work: LayerWork) -> float:
         m = self.measurements
@@ -62,8 +63,10 @@ class Measured(Costs):
 
     def _pair_seconds(self, span: Span) -> float:
         m = self.measurements
-        by_query = [float(np.interp(span.start, m.contexts, row)) for row in self._pair]
-        return float(np.interp(span.stop - span.start, m.queries, by_query))
+        query, query_share = _place(span.stop - span.start, m.queries)
+        context, context_share = _place(span.start, m.contexts)
+        by_query = [_between(row[context : context + 2], context_share) for row in m.pair[query : query + 2]]
+        return _between(by_query, query_share)
 
     def save(self, path: str | Path) -> None:
         """Write as JSON, link included."""
@@ -112,4 +115,18 @@ def _linear(n: int, at: tuple[int, ...], values: tuple[float, ...]) -> float:
         return 0.0
     if n > at[-1]:
         return values[-1] * n / at[-1]
-    return float(np.interp(n, at, values))
+    place, share = _place(n, at)
+    return _between(values[place : place + 2], share)
+
+
+def _place(n: int, at: tuple[int, ...]) -> tuple[int, float]:
+    """Which of ascending points is the last before n, and how far n is on the way to the next; within the points."""
+    place = max(0, bisect_right(at, n) - 1)
+    if place + 1 == len(at):
+        return place, 0.0
+    return place, max(0.0, (n - at[place]) / (at[place + 1] - at[place]))
+
+
+def _between(values: Sequence[float], share: float) -> float:
+    """Of two neighbours, or of the last alone."""
+    return values[0] + share * (values[1] - values[0]) if share else values[0]
