@@ -160,7 +160,7 @@ class Engine:
 
     def measure(self, *, max_tokens: int = 2048, progress: Callable[[str], object] = lambda step: None) -> Measured:
         """Measure the costs anew, of compute with nothing queued on it, and plan with them, and what is learned over
-        them, from now on. An object of one chunk is written to the store for that, and deleted.
+        them, from now on. Some chunks are written to the store for that, and deleted; in a full one others make room.
 
         max_tokens: longest sequence measured; longer ones are extrapolated. progress: called before every step.
         """

@@ -29,7 +29,7 @@ ROW_SECONDS = 5e-3  # from one layer's fetch to the next
 BUSY = 1.5  # times as long as the loads take, compute has work
 ROUNDS = 5
 REPEATS = 3  # passes at least
-CHUNKS = 4  # that are loaded at once
+LOADED = 512  # tokens that are loaded at once, if a chunk is not longer
 LAYERWISE, WHOLE = "layerwise-load", "load"  # policies: a fetch for every layer, and one for every chunk
 
 
@@ -44,8 +44,8 @@ def measure_interference(
 ) -> tuple[float, float]:
     """interference_per_fetch and interference_per_byte of Costs, in seconds.
 
-    Chunks are restored, one of them layer by layer and CHUNKS at once, behind a queue of layers on the compute stream:
-    what these take longer than alone is what fetches, copies and the loop took from them. Medians of ROUNDS.
+    Chunks are restored, one of them layer by layer and LOADED tokens at once, behind a queue of layers on the compute
+    stream: what these take longer than alone is what fetches, copies and the loop took from them. Medians of ROUNDS.
     layout: of a stored chunk. They are written to the store, and deleted; where that cannot be, 0 and 0 are returned.
     """
     if layout.tokens >= model.max_positions or layout.layers == 1:
@@ -57,7 +57,7 @@ def measure_interference(
     def stream(name: str) -> Stream:
         return streams.setdefault(name, device.stream(name))
 
-    chunks = min(CHUNKS, (model.max_positions - 1) // layout.tokens)
+    chunks = max(1, min(LOADED, model.max_positions - 1) // layout.tokens)
     tokens = np.random.default_rng().integers(model.config.vocab_size, size=chunks * layout.tokens + 1).tolist()
     prompts = {LAYERWISE: tokens[: layout.tokens + 1], WHOLE: tokens}
     link = Link(undelayed, gbps=math.inf)

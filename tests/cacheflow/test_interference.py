@@ -158,6 +158,8 @@ def test_what_is_learned_of_compute_is_without_it(name) -> None:
 
 # Measuring
 
+CHUNKS = 7  # of 8 tokens
+
 
 @pytest.fixture
 def scripted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
@@ -167,10 +169,11 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     def seconds(self: Any, beside: Callable[[], int]) -> float:
         fetches = beside()
         seen.append(fetches)
-        chunks = {0: 0, 3: 1}.get(fetches, interference.CHUNKS)
+        chunks = {0: 0, 3: 1}.get(fetches, CHUNKS)
         return 1.0 + 0.1 * fetches + 2 * chunks + (9.0 if len(seen) == 5 else 0.0)
 
     monkeypatch.setattr("cacheflow.costs.measure.REPEATS", (1, 1))
+    monkeypatch.setattr(interference, "LOADED", CHUNKS * 8)
     monkeypatch.setattr(interference._Busy, "__init__", lambda self, *arguments: None)
     monkeypatch.setattr(interference._Busy, "seconds", seconds)
     yield seen
@@ -179,9 +182,9 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 def test_it_is_told_by_one_fetch_and_many(make_engine, scripted) -> None:
     store = MemoryStore(1 << 30)
     engine = make_engine(store, costs=None, cache_tokens=16)
-    assert engine.model.config.num_layers == 3
+    assert engine.model.config.num_layers == 3 and engine.chunk_tokens == 8
     costs = engine.measure(max_tokens=16)
-    assert scripted == [0, 3, interference.CHUNKS] * interference.ROUNDS
+    assert scripted == [0, 3, CHUNKS] * interference.ROUNDS
     assert costs.interference_per_fetch == pytest.approx(0.1)
     assert costs.interference_per_byte == pytest.approx(2 / engine.layout.nbytes)
     assert not objects(store)
