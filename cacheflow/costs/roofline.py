@@ -70,12 +70,14 @@ class Roofline(Costs):
         self.layer_fixed = device.layer_seconds
 
     def layer_seconds(self, work: LayerWork) -> float:
-        shape, advance = self.shape, work.advance
+        shape, advance, pairs = self.shape, 0, 0
+        for span in work.spans:
+            advance += span.stop - span.start
+            pairs += span.pairs
         flops = work.project * shape.project_flops + advance * shape.advance_flops
         weights = (work.project > 0) * shape.project_flops + (advance > 0) * shape.advance_flops
         gemm = max(flops / self.device.gemm, weights / 2 * shape.dtype_bytes / self.device.memory)
-        attention = sum([span.pairs for span in work.spans]) * self.pair_marginal
-        return self.layer_fixed + gemm + attention
+        return self.layer_fixed + gemm + pairs * self.pair_marginal
 
     def head_seconds(self, tokens: int) -> float:
         flops = self.shape.head_flops

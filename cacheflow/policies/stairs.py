@@ -65,7 +65,7 @@ class Planner:
         self._stored = [*compress(range(self.count), request.stored), self.count]
         self._launch = cache(self._launch_seconds)
         self._load = cache(self._load_seconds)
-        self._revision, self._link = costs.revision, (0.0,) * 4  # the costs that these are of
+        self._revision, self._link = costs.revision, tuple[float, ...]()  # the costs that these are of
 
     def best(self, most: int, compute_at: float = 0.0, link_at: float = 0.0) -> Stairs:
         """The stairs with the soonest first token, with at most so many columns that go beyond the first layer, when
@@ -202,7 +202,8 @@ class Planner:
         if self._revision != costs.revision:
             self._revision = costs.revision
             self._launch.cache_clear()
-        link = costs.bandwidth, costs.fetch_seconds, costs.copy_bandwidth, costs.copy_seconds
+        interference = costs.interference_per_fetch, costs.interference_per_byte
+        link = costs.bandwidth, costs.fetch_seconds, costs.copy_bandwidth, costs.copy_seconds, *interference
         if self._link != link:
             self._link = link
             self._load.cache_clear()
