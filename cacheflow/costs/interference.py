@@ -1,4 +1,5 @@
-"""What a fetch and its copy take from compute that runs beside them."""
+"""What ops take from each other: the loop's share of a launch, and what a fetch and its copy take from the compute that
+runs meanwhile."""
 
 from __future__ import annotations
 
@@ -6,82 +7,119 @@ import contextlib
 import math
 import statistics
 import warnings
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from cacheflow.costs.measure import Bench, up_to
-from cacheflow.devices import Device
-from cacheflow.op import COMPUTE, FETCH
+from cacheflow.op import COMPUTE, FETCH, Op
+from cacheflow.plane import Plane
+from cacheflow.policies.layerwise_load import LayerwiseLoad
 from cacheflow.stores.base import Buffer, Store, StoreWrapper, WriteResult
 from cacheflow.stores.layout import Layout
 from cacheflow.stores.link import Link
-from cacheflow.streams import Stream
-from models.decoder import Decoder
 
 if TYPE_CHECKING:
     from cacheflow.engine import Engine
 
-TOKENS = (256, 512, 1024, 2048)  # of the passes that keep compute busy; the first that lasts ROW_SECONDS is taken
-ROW_SECONDS = 5e-3  # from one layer's fetch to the next
-BUSY = 1.5  # times as long as the loads take, compute has work
+SUFFIX = (64, 128, 256, 512, 1024, 2048)  # tokens that are computed; the first that take LAYER_SECONDS a layer
+LAYER_SECONDS = 4e-3
+LOADED = 512  # tokens that are loaded, if a chunk is not longer
+PACE = 0.8  # of the time that compute has work, loads take
 ROUNDS = 5
-REPEATS = 3  # passes at least
-LOADED = 512  # tokens that are loaded at once, if a chunk is not longer
-LAYERWISE, WHOLE = "layerwise-load", "load"  # policies: a fetch for every layer, and one for every chunk
 
 
-class Make(Protocol):
-    """Makes an engine over a store that another one uses too, with streams as it is told; see Engine."""
+class Interference(NamedTuple):
+    """Seconds. launch: beyond a compute op's own work. fetch, byte: from compute that runs meanwhile."""
 
-    def __call__(self, store: Store, streams: Callable[[str], Stream], cache_tokens: int) -> Engine: ...
+    launch: float
+    fetch: float
+    byte: float
+
+
+class LayerByLayer(LayerwiseLoad):
+    """The same, a launch for every layer."""
+
+    name = ""  # for measuring only
+
+    def _climb(self, plane: Plane) -> Op | None:
+        op = super()._climb(plane)
+        if op is None or len(op.layers) == 1:
+            return op
+        return Op(COMPUTE, op.layers[:1], tuple(part._replace(advance=True) for part in op.parts))
 
 
 def measure_interference(
-    make: Make, model: Decoder, store: Store, device: Device, layout: Layout
-) -> tuple[float, float]:
-    """interference_per_fetch and interference_per_byte of Costs, in seconds.
+    make: Callable[[Store, int], Engine], positions: int, store: Store, layout: Layout
+) -> Interference:
+    """Restore a text of which nothing, one chunk, and LOADED tokens are stored, with the suffix in a launch for every
+    layer beside a fetch for every layer, and in one launch when all is there: what the former take longer is what
+    launches, fetches and bytes take. Medians of ROUNDS.
 
-    Chunks are restored, one of them layer by layer and LOADED tokens at once, behind a queue of layers on the compute
-    stream: what these take longer than alone is what fetches, copies and the loop took from them. Medians of ROUNDS.
-    layout: of a stored chunk. They are written to the store, and deleted; where that cannot be, 0 and 0 are returned.
+    make: an engine over a store, with pages for so many tokens. positions: of the model, at most.
+    layout: of a stored chunk. Chunks are written to the store, and deleted; where that cannot be, nothing is assumed to
+    interfere.
     """
-    if layout.tokens >= model.max_positions or layout.layers == 1:
-        return 0.0, 0.0  # no prompt is as long; nothing to tell fetches from bytes by
-    seconds, sizes = ROW_SECONDS * layout.layers, up_to(min(TOKENS[-1], model.max_positions), TOKENS)
-    undelayed = _Remembers(store.store if isinstance(store, Link) else store)
-    streams: dict[str, Stream] = {}
+    if layout.layers == 1 or layout.tokens + SUFFIX[0] > positions:
+        return Interference(0.0, 0.0, 0.0)  # nothing to tell by
+    kept = _Remembers(store.store if isinstance(store, Link) else store)
+    chunks = max(1, min(LOADED, positions - SUFFIX[0]) // layout.tokens)
+    most = min(positions, chunks * layout.tokens + SUFFIX[-1])
+    try:
+        with make(Link(kept, gbps=math.inf), most) as engine:
+            excess = _Bench(engine, layout, chunks, most).excess()
+    except _NotLoadedError as error:
+        warnings.warn(f"what loads take from compute could not be timed ({error}); none is assumed", stacklevel=2)
+        return Interference(0.0, 0.0, 0.0)
+    finally:
+        with contextlib.suppress(Exception):
+            kept.delete(kept.written)
+    launch = max(0.0, excess[0])
+    cells = max(0.0, (excess[chunks] - excess[1]) / (chunks - 1)) if chunks > 1 else 0.0
+    return Interference(launch, max(0.0, excess[1] - launch - cells), cells * layout.layers / layout.nbytes)
 
-    def stream(name: str) -> Stream:
-        return streams.setdefault(name, device.stream(name))
 
-    chunks = max(1, min(LOADED, model.max_positions - 1) // layout.tokens)
-    tokens = np.random.default_rng().integers(model.config.vocab_size, size=chunks * layout.tokens + 1).tolist()
-    prompts = {LAYERWISE: tokens[: layout.tokens + 1], WHOLE: tokens}
-    link = Link(undelayed, gbps=math.inf)
-    with make(link, stream, len(tokens)) as engine:
-        try:
-            engine.save(tokens[:-1])
-            works = {policy: partial(_restore, engine, prompt, policy, seconds) for policy, prompt in prompts.items()}
-            fetches = {policy: work() for policy, work in works.items()}
-            if fetches != {LAYERWISE: layout.layers, WHOLE: chunks}:
-                raise _NotLoadedError(f"{fetches} fetches")
-            busy = _Busy(streams[COMPUTE], Bench(model, sizes[-1]), sizes, BUSY * seconds)
-            times = [
-                [busy.seconds(work) for work in (lambda: 0, works[LAYERWISE], works[WHOLE])] for _ in range(ROUNDS)
-            ]
-        except _NotLoadedError as error:
-            warnings.warn(f"what loads take from compute could not be timed ({error}); none is assumed", stacklevel=2)
-            return 0.0, 0.0
-        finally:
-            with contextlib.suppress(Exception):
-                undelayed.delete(undelayed.written)
-    layerwise = statistics.median(one - alone for alone, one, _ in times)  # layers x fetch + chunk
-    whole = statistics.median(one - alone for alone, _, one in times) / chunks  # fetch + chunk
-    fetch = max(0.0, layerwise - whole) / (layout.layers - 1)
-    return fetch, max(0.0, whole - fetch) / layout.nbytes
+class _Bench:
+    """Restores, and adds up what compute takes."""
+
+    def __init__(self, engine: Engine, layout: Layout, chunks: int, most: int) -> None:
+        self.engine, self.layout, self.chunks = engine, layout, chunks
+        tokens = np.random.default_rng().integers(engine.model.config.vocab_size, size=most).tolist()
+        self._document, self._suffix = tokens[: chunks * layout.tokens], tokens[chunks * layout.tokens :]
+        for count in (n for n in SUFFIX if n <= len(self._suffix)):
+            suffix = self._suffix[:count]
+            if min(self._seconds(0, layer_by_layer=False, suffix=suffix) for _ in range(2)) >= LAYER_SECONDS:
+                break
+        self._suffix = suffix
+        engine.save(self._document)
+
+    def excess(self) -> dict[int, float]:
+        """By chunks that are loaded: seconds that a layer takes longer in a launch of its own, beside loads."""
+        counts = sorted({0, 1, self.chunks})
+        found = dict[int, list[float]]((count, []) for count in counts)
+        for _ in range(ROUNDS):
+            for count in counts:
+                alone = self._seconds(count, layer_by_layer=False)
+                beside = self._seconds(count, layer_by_layer=True, within=PACE * alone * self.layout.layers)
+                found[count].append(beside - alone)
+        return {count: statistics.median(seconds) for count, seconds in found.items()}
+
+    def _seconds(
+        self, chunks: int, layer_by_layer: bool, suffix: list[int] | None = None, within: float = 0.0
+    ) -> float:
+        """Of compute for a layer, in the mean. within: seconds that the link takes for all."""
+        engine, nbytes = self.engine, chunks * self.layout.nbytes
+        assert isinstance(engine.store, Link)
+        engine.store.set_bandwidth(nbytes * 8 / 1e9 / within if nbytes and within else math.inf)
+        prompt = self._document[: chunks * self.layout.tokens] + (suffix or self._suffix)
+        name = f"{__name__}:{LayerByLayer.__name__}" if layer_by_layer else "load"
+        [restored] = engine.restore([prompt], policy=name)
+        engine.release(restored)
+        spans = restored.timeline.spans
+        fetches, loads = sum(span.op.kind == FETCH for span in spans), self.layout.layers if layer_by_layer else chunks
+        if restored.failures or fetches != (loads if chunks else 0):
+            raise _NotLoadedError(f"{fetches} fetches, failures: {dict(restored.failures)}")
+        return sum(span.seconds for span in spans if span.op.kind == COMPUTE) / self.layout.layers
 
 
 class _Remembers(StoreWrapper):
@@ -98,49 +136,3 @@ class _Remembers(StoreWrapper):
 
 class _NotLoadedError(Exception):
     """The chunks were not stored, or not read."""
-
-
-def _restore(engine: Engine, prompt: Sequence[int], policy: str, seconds: float) -> int:
-    """In how many fetches, over a link that takes so many seconds for them."""
-    chunks, link = len(prompt) // engine.chunk_tokens, engine.store
-    assert isinstance(link, Link)
-    link.set_bandwidth(chunks * engine.layout.nbytes * 8 / 1e9 / seconds)
-    [restored] = engine.restore([prompt], policy=policy)
-    engine.release(restored)
-    if restored.failures:
-        raise _NotLoadedError(f"failures: {dict(restored.failures)}")
-    return sum(span.op.kind == FETCH for span in restored.timeline.spans)
-
-
-class _Busy:
-    """A compute stream with layers queued on it, enough for so many seconds."""
-
-    def __init__(self, stream: Stream, bench: Bench, sizes: Sequence[int], seconds: float) -> None:
-        self._stream, self._count = stream, REPEATS
-        for tokens in sizes:
-            self._work = bench.band(tokens)
-            each = min(self.seconds(lambda: None) for _ in range(2)) / REPEATS
-            if each >= ROW_SECONDS:
-                break
-        self._count = max(REPEATS, math.ceil(seconds / each))
-
-    def seconds(self, beside: Callable[[], object]) -> float:
-        """That the layers take, something else done meanwhile."""
-        times: list[tuple[float, float]] = []
-        failed: list[BaseException] = []
-
-        def ended(start: float, end: float, error: BaseException | None) -> None:
-            times.append((start, end))
-            if error is not None:
-                failed.append(error)
-
-        for _ in range(self._count):
-            self._stream.run(self._work, ended)
-        done = self._stream.record()
-        try:
-            beside()
-        finally:
-            done.wait()
-        if failed:
-            raise failed[0]
-        return times[-1][1] - times[0][0]

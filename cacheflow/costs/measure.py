@@ -44,9 +44,9 @@ def measure(
     progress: called with a line before every step.
     """
     max_tokens = min(max_tokens, model.max_positions)
-    bench = Bench(model, max_tokens)
-    tokens, queries = up_to(max_tokens, TOKENS), up_to(max_tokens, QUERIES)
-    contexts = up_to(max_tokens - 1, CONTEXTS)
+    bench = _Bench(model, max_tokens)
+    tokens, queries = _up_to(max_tokens, TOKENS), _up_to(max_tokens, QUERIES)
+    contexts = _up_to(max_tokens - 1, CONTEXTS)
     windows = Counter(model.config.windows)
     project, advance, pair = [], [], []
     for n in reversed(tokens):  # the allocator settles on the largest sizes first, as it has in a run
@@ -115,7 +115,7 @@ def _read_seconds(store: Store, layout: Layout, payload: Buffer) -> float | str:
             store.delete([key])
 
 
-class Bench:
+class _Bench:
     """Times ops on the calling thread."""
 
     def __init__(self, model: Decoder, max_tokens: int) -> None:
@@ -153,18 +153,15 @@ class Bench:
         return RaggedBatch.build([Part(start, stop, self.ids, True, advance)], PAGE, self.model.device)
 
     def layer(self, n: int) -> float:
-        return self._time(self.band(n)) / min(BAND, self.model.config.num_layers)
-
-    def band(self, n: int) -> Callable[[], None]:
-        """A pass of n tokens through the next few layers, to be run again and again."""
         batch, hidden = self._batch(0, n), self.hidden[:n]
+        layers = min(BAND, self.model.config.num_layers)
         states = hidden.clone()
 
         def run() -> None:
             states.copy_(hidden)  # or they would grow from run to run
-            self.model.forward(self._band(BAND), batch, states, self.pages)
+            self.model.forward(self._band(layers), batch, states, self.pages)
 
-        return run
+        return self._time(run) / layers
 
     def project(self, n: int) -> float:
         batch, hidden = self._batch(0, n, advance=0), self.hidden[:n]
@@ -219,8 +216,7 @@ class Bench:
         return max(0.0, whole - layout.nbytes / bandwidth), bandwidth
 
 
-def up_to(most: int, grid: tuple[int, ...]) -> tuple[int, ...]:
-    """The points of an ascending grid below `most`, and that itself."""
+def _up_to(most: int, grid: tuple[int, ...]) -> tuple[int, ...]:
     return (*(n for n in grid if n < most), most)
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from cacheflow.costs.base import Costs, LayerWork, ModelShape, Span
+from cacheflow.costs.interference import Interference
 
 FORMAT = 1
 
@@ -24,7 +25,7 @@ class Measurements:
         write; and everything else that advances n tokens, attention left out.
     queries, contexts: ascending grid of attention, queries [contexts, contexts + queries) against all before them.
     pair: [queries][contexts] seconds per (query, key) pair.
-    head: from the last hidden state of one token to its id. compute_fixed: per compute op.
+    head: from the last hidden state of one token to its id. compute_fixed: per compute op, the loop's share included.
     """
 
     tokens: tuple[int, ...]
@@ -68,9 +69,10 @@ class Measured(Costs):
         by_query = [_between(row[context : context + 2], context_share) for row in m.pair[query : query + 2]]
         return _between(by_query, query_share)
 
-    def save(self, path: str | Path) -> None:
-        """Write as JSON, link included."""
-        link = {
+    @property
+    def link(self) -> dict[str, float]:
+        """What fetches and copies take, as the constructor wants it."""
+        return {
             "bandwidth": self.bandwidth,
             "latency": self.latency,
             "fetch_seconds": self.fetch_seconds,
@@ -79,8 +81,16 @@ class Measured(Costs):
             "interference_per_fetch": self.interference_per_fetch,
             "interference_per_byte": self.interference_per_byte,
         }
+
+    def with_interference(self, found: Interference) -> Measured:
+        """The same, and what ops were found to take from each other."""
+        m, link = self.measurements, {"interference_per_fetch": found.fetch, "interference_per_byte": found.byte}
+        return Measured(self.shape, replace(m, compute_fixed=m.compute_fixed + found.launch), **{**self.link, **link})
+
+    def save(self, path: str | Path) -> None:
+        """Write as JSON, link included."""
         shape, measurements = asdict(self.shape), asdict(self.measurements)
-        record = {"format": FORMAT, "shape": shape, "measurements": measurements, "link": link}
+        record = {"format": FORMAT, "shape": shape, "measurements": measurements, "link": self.link}
         Path(path).write_text(json.dumps(record, indent=1) + "\n")
 
     @classmethod
