@@ -64,6 +64,7 @@ def measure_interference(
         return Interference(0.0, 0.0, 0.0)  # nothing to tell by
     kept = _Remembers(store.store if isinstance(store, Link) else store)
     chunks = max(1, min(LOADED, positions - SUFFIX[0]) // layout.tokens)
+    chunks = min(chunks, layout.layers)  # a layer of them in one fetch
     most = min(positions, chunks * layout.tokens + SUFFIX[-1])
     try:
         with make(Link(kept, gbps=math.inf), most) as engine:

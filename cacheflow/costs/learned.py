@@ -19,7 +19,7 @@ import numpy as np
 from cacheflow.costs.base import Costs, LayerWork, Span
 from cacheflow.op import COMPUTE, COPY, FETCH, Kind, Op
 
-FORMAT = 1
+FORMAT = 2
 # Ops of a class whose median ratio counts. Two of five may be outliers, and three show that a resource has changed. In
 # virtual time, with a tenth of noise on every op, plans lost 1.6 % of TTFT with windows of 3, 1.1 % of 5, 0.8 % of 7.
 WINDOW = 5
@@ -30,6 +30,9 @@ PAIRS = (5, 32)  # fixed costs from neighbouring ops: of so many pairs at least,
 FLOOR = 0.5  # of an op's seconds over undisturbed ones, what its factor is at least, should its fixed cost be wrong
 APART = 1.5  # times the work of one, that a pair's other has at least; of equal ops no fixed share can be told
 SIZES = 32  # classes of compute: tokens by their nearest power of two
+# Compute ops of which the sum counts, how many times more or less than learned an op may take to be one of these, and
+# how many ops stand for what is learned without: guesses.
+SUMMED, LEFT, DOUBT = 64, 1.5, 8
 ERRORS = 1000  # predictions of a kind that its reported error is of
 
 ADVANCE, PROJECT, HEAD = "advance", "project", "head"
@@ -70,6 +73,8 @@ class Learned(Costs):
     classes, and that with ones. An op counts for the class that is most of it.
     A fixed cost is the median of where the lines through neighbouring ops of different size meet zero work; with fewer
     than PAIRS[0] such pairs it is the undisturbed one, times what the smallest ops took over undisturbed ones.
+    A median leaves out what many small delays add up to: compute is scaled by the sum of what the last SUMMED ops took,
+    of classes seen often enough and outliers left out, over the sum of what was learned of them.
     Of ops that are free undisturbed, copies say, nothing is learned.
 
     Learned costs keep the contract of Costs with marginals of their own, scaled by the least factor. What is below
@@ -83,6 +88,8 @@ class Learned(Costs):
         self.machine = machine
         self._samples: dict[Class, deque[Sample]] = {}
         self._intercepts: dict[Kind, deque[float]] = {kind: deque(maxlen=PAIRS[1]) for kind in (COMPUTE, FETCH, COPY)}
+        self._sums: deque[tuple[float, float]] = deque(maxlen=SUMMED)  # seconds of compute ops: taken, and learned
+        self._scale = 1.0
         self._errors: dict[str, deque[tuple[float, float]]] = {}
         self._ops: dict[str, int] = {}
         self._link = _link(undisturbed)
@@ -120,6 +127,10 @@ class Learned(Costs):
             (abs(self.seconds(op) / seconds - 1), abs(whole / seconds - 1))
         )
         self._ops[name] = self._ops.get(name, 0) + 1
+        if op.kind == COMPUTE and len(self._samples.get(its_class, ())) == WINDOW:
+            learned = self.seconds(op) / self._scale
+            if 1 / LEFT < seconds / learned < LEFT:
+                self._sums.append((seconds, learned))
         work = whole - self.undisturbed.fixed(op.kind)
         if work <= 1e-9 * whole:
             self._intercepts[op.kind].append(seconds)
@@ -156,12 +167,17 @@ class Learned(Costs):
     def _refresh_compute(self) -> None:
         costs = self.undisturbed
         self.revision += 1
-        self.compute_fixed = self._fixed(COMPUTE)
+        took, learned = (sum(of) for of in zip(*self._sums, strict=True)) if self._sums else (0.0, 0.0)
+        doubt = DOUBT * learned / max(1, len(self._sums))
+        self._scale = (took + doubt) / (learned + doubt) if learned else 1.0
+        self._compute_fixed = self._fixed(COMPUTE)  # not scaled
+        self.compute_fixed = self._scale * self._compute_fixed
         ratios = {its_class: self._ratios(its_class) for its_class in self._samples if its_class[0] in COMPUTES}
         usual = _usual(ratios.values())
-        self._head = _median(ratios.get((HEAD, 0), []), usual)
+        self._head = self._scale * _median(ratios.get((HEAD, 0), []), usual)
         self._factors = {
-            name: _curve({i: ratios[n, i] for n, i in ratios if n == name}, usual) for name in COMPUTES[:2]
+            name: [self._scale * factor for factor in _curve({i: ratios[n, i] for n, i in ratios if n == name}, usual)]
+            for name in COMPUTES[:2]
         }
         least = min(map(min, self._factors.values()))
         self.project_marginal = least * costs.project_marginal
@@ -192,7 +208,7 @@ class Learned(Costs):
         return before * _median([seconds / (work + before) for work, seconds in smallest], 1.0)
 
     def _fixed_of(self, name: str) -> float:
-        return self.fetch_seconds if name == FETCH else self.copy_seconds if name == COPY else self.compute_fixed
+        return self.fetch_seconds if name == FETCH else self.copy_seconds if name == COPY else self._compute_fixed
 
     def _ratios(self, its_class: Class) -> list[float]:
         fixed = self._fixed_of(its_class[0])
@@ -225,6 +241,7 @@ class Learned(Costs):
             "link": self._link,
             "samples": [[*its_class, [*seen]] for its_class, seen in self._samples.items()],
             "intercepts": {kind: [*seen] for kind, seen in self._intercepts.items()},
+            "sums": [*self._sums],
             "errors": {kind: [*seen] for kind, seen in self._errors.items()},
             "ops": self._ops,
         }
@@ -265,6 +282,7 @@ class Learned(Costs):
         for kind, seen in self._intercepts.items():
             if kind == COMPUTE or same_link:
                 seen.extend(map(_finite, record["intercepts"][kind]))
+        self._sums.extend((_positive(took), _positive(learned)) for took, learned in record["sums"])
         for name, errors in record["errors"].items():
             self._ops[name] = int(record["ops"][name])
             self._errors[name] = deque([(_finite(a), _finite(b)) for a, b in errors], ERRORS)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from itertools import pairwise
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,10 +19,14 @@ from cacheflow.policies.stairs import Planner
 from cacheflow.request import Request
 from cacheflow.simulate import Simulation, VirtualBackend
 from cacheflow.stores import MemoryStore
+from models.decoder import Decoder
+from models.weights import random_weights
 from tests.cacheflow.strategies import Affine
 from tests.cacheflow.test_pipelined import LLAMA, STAGING, request
-from tests.cacheflow.toy import ToyCosts, config, objects
+from tests.cacheflow.toy import config, objects, prompt, restoring
 from tests.stores.faults import Fails
+
+TOKENS = prompt(48)
 
 COSTS = Affine(
     (None,) * 4,
@@ -158,36 +161,48 @@ def test_what_is_learned_of_compute_is_without_it(name) -> None:
 
 # Measuring
 
-CHUNKS = 7  # of 8 tokens
-
 
 @pytest.fixture
-def scripted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Layers that take 1 s alone, 0.1 s more with every fetch beside them, and 2 s with every chunk; and once 9 s."""
-    seen: list[int] = []
+def scripted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, bool]]]:
+    """Layers that take 1 s in one launch, 0.3 s more alone, 0.1 more with a fetch and 2 s with every chunk of it; and
+    once 9 s. What was really restored is told: chunks, and whether layer by layer."""
+    seen: list[tuple[int, bool]] = []
+    real = interference._Bench._seconds
 
-    def seconds(self: Any, beside: Callable[[], int]) -> float:
-        fetches = beside()
-        seen.append(fetches)
-        chunks = {0: 0, 3: 1}.get(fetches, CHUNKS)
-        return 1.0 + 0.1 * fetches + 2 * chunks + (9.0 if len(seen) == 5 else 0.0)
+    def seconds(self: Any, chunks: int, layer_by_layer: bool, **options: Any) -> float:
+        assert real(self, chunks, layer_by_layer, **options) > 0
+        seen.append((chunks, layer_by_layer))
+        late = 9.0 if len(seen) == 5 else 0.0
+        return 1.0 + layer_by_layer * (0.3 + 0.1 * (chunks > 0) + 2 * chunks) + late
 
     monkeypatch.setattr("cacheflow.costs.measure.REPEATS", (1, 1))
-    monkeypatch.setattr(interference, "LOADED", CHUNKS * 8)
-    monkeypatch.setattr(interference._Busy, "__init__", lambda self, *arguments: None)
-    monkeypatch.setattr(interference._Busy, "seconds", seconds)
+    monkeypatch.setattr(interference._Bench, "_seconds", seconds)
     yield seen
 
 
-def test_it_is_told_by_one_fetch_and_many(make_engine, scripted) -> None:
+def test_it_is_told_by_launches_fetches_and_bytes(make_engine, scripted) -> None:
     store = MemoryStore(1 << 30)
-    engine = make_engine(store, costs=None, cache_tokens=16)
-    assert engine.model.config.num_layers == 3 and engine.chunk_tokens == 8
+    engine = make_engine(store, costs=None)
     costs = engine.measure(max_tokens=16)
-    assert scripted == [0, 3, CHUNKS] * interference.ROUNDS
+    rounds = [(chunks, apart) for chunks in (0, 1, 3) for apart in (False, True)] * interference.ROUNDS
+    assert scripted == [(0, False)] * 2 + rounds
     assert costs.interference_per_fetch == pytest.approx(0.1)
-    assert costs.interference_per_byte == pytest.approx(2 / engine.layout.nbytes)
+    assert costs.interference_per_byte == pytest.approx(2 * engine.model.config.num_layers / engine.layout.nbytes)
+    assert costs.compute_fixed == costs.measurements.compute_fixed == pytest.approx(0.3, abs=0.1)
     assert not objects(store)
+
+
+def test_ops_for_every_layer_take_what_one_op_does(make_engine) -> None:
+    """The measure's own policy does the same work, a launch for every layer."""
+    engine = make_engine()
+    engine.save(TOKENS[:24])
+    found = []
+    for policy in ("load", f"{interference.__name__}:LayerByLayer"):
+        with restoring(engine, [TOKENS[:40]], policy=policy) as [restored]:
+            spans = [span for span in restored.timeline.spans if span.op.kind == COMPUTE]
+            found.append((restored.first_token, sum(len(span.op.layers) * span.op.tokens for span in spans)))
+    assert found[0] == found[1]
+    assert len(spans) == engine.model.config.num_layers
 
 
 def test_a_store_that_loads_nothing_is_no_measure(make_engine, scripted) -> None:
@@ -203,41 +218,9 @@ def test_a_store_that_loads_nothing_is_no_measure(make_engine, scripted) -> None
 
 @pytest.mark.parametrize(("family", "positions"), [("llama-1-layer", 512), ("llama", 8)])
 def test_a_model_with_nothing_to_tell_by_is_left_alone(make_engine, scripted, family, positions) -> None:
-    from models.decoder import Decoder
-    from models.weights import random_weights
-
     shape = config(family, max_position_embeddings=positions)
     engine = make_engine(model=Decoder(shape, random_weights(shape, 0, torch.float32)), costs=None)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert engine.measure(max_tokens=8).interference(8) == 0
     assert not scripted
-
-
-def test_layers_are_kept_running_beside(make_engine, monkeypatch) -> None:
-    """The real thing: what runs meanwhile begins before the layers have ended, and they fill the stream."""
-    spans: list[tuple[float, float]] = []
-
-    class Watched(interference._Busy):
-        def seconds(self, beside: Callable[[], object]) -> float:
-            first = len(spans)
-            run = self._stream.run
-            monkeypatch.setattr(
-                self._stream,
-                "run",
-                lambda work, ended: run(work, lambda *end: (spans.append(end[:2]), ended(*end))),
-                raising=False,
-            )
-            found = super().seconds(beside)
-            monkeypatch.setattr(self._stream, "run", run)
-            own = [span for span in spans[first:]][: self._count]
-            assert len(own) == self._count >= interference.REPEATS
-            assert all(a[1] <= b[0] for a, b in pairwise(own))
-            assert found == own[-1][1] - own[0][0] > 0
-            return found
-
-    monkeypatch.setattr("cacheflow.costs.measure.REPEATS", (1, 1))
-    monkeypatch.setattr(interference, "_Busy", Watched)
-    costs = make_engine(costs=None).measure(max_tokens=16)
-    assert costs.interference_per_fetch >= 0 and costs.interference_per_byte >= 0
-    assert not isinstance(costs, ToyCosts)

@@ -182,6 +182,17 @@ def test_one_outlier_changes_nothing_much(factor: float, at: int, outlier: float
             assert low <= learned.seconds(op(kind, other, 4)) / costs.seconds(op(kind, other, 4)) <= high
 
 
+def test_what_many_small_delays_add_up_to_is_learned() -> None:
+    """Every third op is late by 0.4 of itself: the median is none the wiser, the sum of many is."""
+    costs = roofline()
+    learned, one = Learned(costs), op(COMPUTE, 512)
+    for i in range(200):
+        learned.observe(one, costs.seconds(one) * (1.0 if i % 3 else 1.4))
+        assert 0.99 <= learned.seconds(one) / costs.seconds(one) <= 1.4
+    assert learned.seconds(one) == pytest.approx((1 + 0.4 / 3) * costs.seconds(one), rel=0.03)
+    assert learned.head_seconds(1) / costs.head_seconds(1) == pytest.approx(1 + 0.4 / 3, rel=0.03)
+
+
 @pytest.mark.parametrize("kind", [COMPUTE, FETCH, COPY])
 def test_fixed_costs_show_in_ops_of_different_size(kind: Kind) -> None:
     link = {"bandwidth": 16.0, "copy_bandwidth": 40.0}
@@ -540,7 +551,7 @@ def test_learned_costs_that_are_given_go_on_unless_told_otherwise(make_engine, s
 
 
 def test_costs_that_are_measured_are_learned_over(make_engine, monkeypatch) -> None:
-    monkeypatch.setattr("cacheflow.engine.measure", lambda model, store, layout, **options: ToyCosts(model))
+    monkeypatch.setattr("cacheflow.costs.measure.REPEATS", (1, 1))
     engine = make_engine(costs=None)
     restore(engine)
     first = engine.learned
