@@ -7,11 +7,13 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable
 from functools import cached_property
-from itertools import chain, groupby, pairwise, repeat
+from itertools import accumulate, chain, groupby, pairwise, repeat
 from operator import neg
 from typing import Any, NamedTuple
 
-from cacheflow.op import COMPUTE, FETCH, Op
+import numpy as np
+
+from cacheflow.op import COMPUTE, COPY, FETCH, Op
 from cacheflow.plane import EMPTY, LOADING, Plane
 from cacheflow.policies.base import LINK, Policy
 from cacheflow.policies.stairs import Planner, Stairs, plan_batch
@@ -19,6 +21,11 @@ from cacheflow.policies.stairs import Planner, Stairs, plan_batch
 OVERTAKEN = 16  # requests that came later and end before one; after that it goes first
 JOINED = 100  # times its fixed cost: up to which an op goes through more layers than one
 TRIED = 8  # columns that compute may take over when the first of them cannot go
+SLOWER = 1.1  # times as slow as planned with is the link from which on what is left is split anew; a guess
+GAIN = 0.03  # share of the time that is left which this must save
+STEEP = 0.0016  # share of the time to first token that a slope may cost, see _slope
+NARROWEST = 0.5  # columns that a slope leaves for the last layer at least, so that the suffix has a launch to be in
+EARLY = 0.001  # share of the time to first token that loads that come early may cost
 MEMORY = 0.7  # share of what is known of the link's speed that one more fetch leaves in place; a guess
 
 
@@ -26,6 +33,10 @@ class Pipelined(Policy):
     """Compute takes the layers in order: at each, the layer's share of columns and the suffix in one launch, as soon as
     the layer's other cells have landed. The link runs ahead in the order in which that needs them. Splits are chosen so
     that both sides end together, and moved when they turn out not to.
+
+    A plan has fewer columns the higher the layer, and where no launch waits for it the link takes the last columns
+    first: should it become slower, compute stands beside what is left to load, and takes over as much of that as lets
+    both sides end together.
 
     Requests are finished one after another; what one leaves of a resource goes to the next. Splits of a batch are
     chosen together, by `objective`. First come those with a deadline, the earliest first, as many as can keep theirs;
@@ -39,6 +50,8 @@ class Pipelined(Policy):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.slowdown = 1.0  # of the link against its estimates
+        self._head: Op | None = None  # the fetch that runs
+        self._since = 0.0  # when it was first seen to
         self._climbs: dict[str, _Climb] = {}
         self._ranked: list[_Climb] | None = None  # who is served before whom; None: to be found out
         self._wave = 0  # requests that are added with nothing asked between them come at the same time
@@ -60,10 +73,13 @@ class Pipelined(Policy):
             climb.overtaken += gone.plane.done and climb.wave < gone.wave
 
     def finished(self, op: Op, seconds: float) -> None:
+        estimate, cell = (self.costs.seconds(op), self.costs.load_seconds(1)) if op.kind == FETCH else (0.0, 0.0)
         super().finished(op, seconds)
-        estimate = self.costs.seconds(op) if op.kind == FETCH else 0.0
         if estimate > 0:
-            self.slowdown = MEMORY * self.slowdown + (1 - MEMORY) * seconds / estimate
+            memory = MEMORY ** max(1.0, seconds / estimate)
+            self.slowdown = memory * self.slowdown + (1 - memory) * seconds / estimate
+            if cell > 0:
+                self.slowdown *= cell / self.costs.load_seconds(1)  # costs that learn know of it from here on
         for request in op.requests if op.kind != COMPUTE else ():
             copying = self._climbs[request].copying
             (copying.update if op.kind == FETCH else copying.subtract)(op.layers)
@@ -75,11 +91,14 @@ class Pipelined(Policy):
 
     def next_compute(self, now: float) -> Op | None:
         order = self._order(now)
+        self._rebalance(order, now)
         free, room = self.free_at("compute", now), float("inf")
         for i, climb in enumerate(order):
             op = climb.next_compute(now, room)
             if op is not None:
                 return self._with_others(op, order[i + 1 :], now)
+            if i + 1 == len(order):
+                break
             # What others do meanwhile may make it late by no more than all of those would be, were nothing done.
             behind = 0 if climb.overtaken >= OVERTAKEN else len(order) - 1 - i
             room = min(room, (climb.waits_until(now) - free) * (1 + behind))
@@ -110,7 +129,10 @@ class Pipelined(Policy):
 
     def next_fetch(self, now: float) -> Op | None:
         order = self._order(now)
-        planned = next(filter(None, (climb.next_fetch(now) for climb in order)), None)
+        self._rebalance(order, now)
+        # What lands just in time leaves gaps, in which others' launches would make the first late.
+        early = order[0].fetch_early(now) if len(order) == 1 else None
+        planned = early or next(filter(None, (climb.next_fetch(now) for climb in order)), None)
         return planned or next(filter(None, (climb.relieve(now) for climb in order)), None)
 
     def _order(self, now: float) -> list[_Climb]:
@@ -137,7 +159,10 @@ class Pipelined(Policy):
             planners = [climb.planner for climb in open_to_stairs]
             chosen = plan_batch(planners, most, *ahead, self.objective) if planners else []
         for climb in climbs:
-            climb.follow(chosen.pop(0) if not climb.windowed else None)
+            if climb.windowed:
+                climb.follow(None)
+            else:
+                climb.follow(chosen.pop(0), most.pop(0))
 
     @staticmethod
     def objective(mean: float, last: float) -> float:
@@ -148,6 +173,34 @@ class Pipelined(Policy):
     def link_seconds(self, cells: int) -> float:
         """What moving so many (token, layer) pairs takes, by what the link was seen to do."""
         return self.slowdown * self.costs.load_seconds(cells)
+
+    def pace(self, now: float) -> float:
+        """How many times its estimate a fetch takes: as others did, or as the one that runs has already."""
+        head, estimate = self._queued[LINK][0] if self._queued[LINK] else (None, 0.0)
+        if head is not self._head:
+            self._head, self._since = head, now
+        taken = now - self._since - self.costs.latency
+        if head is None or taken <= estimate or not (estimate := self.costs.seconds(head)):
+            return self.slowdown
+        return max(self.slowdown, taken / estimate)
+
+    def link_busy(self, now: float) -> float:
+        """Estimated seconds until what is in flight on the link has landed."""
+        if not self._queued[LINK]:
+            return 0.0
+        whole = self.pace(now) * sum([self.costs.seconds(op) for op, _ in self._queued[LINK]])
+        return max(0.0, whole - (now - self._since))
+
+    def _rebalance(self, order: list[_Climb], now: float) -> None:
+        """Where the link is slower than planned with, split anew what is left of the first."""
+        if order and self.pace(now) * self.costs.load_seconds(1) > SLOWER * order[0].cell_seconds:
+            order[0].rebalance(now)
+
+    def hidden_room(self) -> float:
+        """Tokens whose hidden states may be kept besides those that are, or will be as planned."""
+        if self.hidden_tokens is None:
+            return float("inf")
+        return self.hidden_left() - sum(climb.waiting_tokens for climb in self._climbs.values())
 
     @property
     def compute_queued(self) -> bool:
@@ -214,12 +267,21 @@ class _Run(NamedTuple):
     top: int
 
 
+class _Timetable(NamedTuple):
+    """computed: [layers], how many columns are computed there. begins: [layers], when the layer's launch does, seconds
+    after the first."""
+
+    computed: list[int]
+    begins: list[float]
+
+
 class _Climb:
     """One request on its way up.
 
     tops: for every prefix column at how many layers, from the first up, compute is to fill it; None: not planned yet.
     windowed: columns behind a window attend to cells that nobody else needs; then all but the first row is loaded.
     alone: seconds to its first token, were it the only request. promised: tokens whose hidden states it may keep.
+    cell_seconds: of the link per (token, layer) pair, as planned with.
     wave: when it came. overtaken: by how many that came later.
     """
 
@@ -232,10 +294,13 @@ class _Climb:
         self.windowed = any(plane.request.windows)
         self._due: float | None = None
         self.promised = 0
+        self.cell_seconds = float("inf")
         self.wave = wave
         self.overtaken = 0
         self.copying: Counter[int] = Counter()  # by layer, copies in flight
         self._cut: set[int] = set()  # the first and the last layer of which something is loaded
+        self._spare = 0.0  # seconds that loads that come early may still cost
+        self._timetable: _Timetable | None = None  # None: to be looked at anew
         self._next_row = 0  # no layer below has anything to load
         self._runs: list[_Run] | None = None  # see _pending; None: to be looked at anew
 
@@ -279,20 +344,68 @@ class _Climb:
         climbed, loaded = self.layer / plane.layers, self._next_row / plane.layers
         return self.stairs.compute * (1 - climbed), self.stairs.link * (1 - loaded)
 
-    def follow(self, stairs: Stairs | None) -> None:
-        """Take up a plan; None: load everything but the first row."""
+    @property
+    def waiting_tokens(self) -> int:
+        """Of columns that compute is to take beyond the first layer, and has not begun to."""
+        plane = self.plane
+        columns = (c for c, top in enumerate(self.tops or ()) if top > 1 and not plane.height[c] and plane.unclaimed[c])
+        return sum(map(plane.request.width, columns))
+
+    def follow(self, stairs: Stairs | None, most: int = 0) -> None:
+        """Take up a plan, with at most so many columns beyond the first layer; None: load everything but the first
+        row."""
         self.stairs = stairs
         count = self.plane.prefix_columns
-        self.tops = [1] * count if stairs is None else stairs.tops(count, self.plane.layers)
+        self.tops = [1] * count
+        if stairs is not None:
+            self.tops = stairs.tops(count, self.plane.layers)
+            self._slope(stairs, most)
+            self._spare = EARLY * stairs.seconds
+        self.cell_seconds = self.policy.link_seconds(1)
         beyond = bisect_left(self.tops, -1, key=neg)  # columns that go on above the first layer
         self.promised = self.plane.request.boundaries[beyond]
         self._cut = {min(self.tops, default=0), self.plane.layers - 1}
         self.changed()
 
+    def _slope(self, stairs: Stairs, most: int) -> None:
+        """Let the number of columns fall from layer to layer, and be what it was in the mean.
+
+        Then compute has hidden states of more columns, and a link that turns out slower leaves fewer that compute must
+        take over from the first layer on, where their cells have landed already. Attention of columns further to the
+        right takes longer; the slope is as steep as lets that cost STEEP at most. Of n columns more at the first layer,
+        and n less at the last, it takes pair_marginal * width**2 * n**2 / 6 a layer longer. A part of that, as cells
+        are whole, is moved to the link.
+        """
+        plane, costs, tops = self.plane, self.policy.costs, self.tops
+        assert tops is not None
+        steps, count = plane.layers - 1, plane.prefix_columns
+        stored = [c for c in range(min(most, count)) if plane.request.stored[c]]
+        if not stored or not steps:
+            return
+        mean, width = sum([tops[c] - 1 for c in stored if tops[c] > 1]) / steps, plane.request.boundaries[count] / count
+        reach = min(mean - NARROWEST, len(stored) - mean)
+        pairs = costs.pair_marginal * steps * width**2 / 6
+        compute = width * (costs.project_marginal + costs.advance_marginal + costs.pair_marginal * mean * width)
+        load, allowed = costs.load_seconds(1) * width, STEEP * stairs.seconds
+        if pairs > 0 and load > 0:
+            shared = allowed * (compute + load) / load
+            reach = min(reach, math.sqrt((shared if shared > 2 * (compute + load) else allowed) / pairs))
+        if reach < 0.5:
+            return
+        mean -= pairs * reach**2 / (compute + load) / steps
+        low, high = mean - reach, mean + reach
+        done = steps * math.floor(low)
+        for i in range(math.floor(low), min(math.ceil(high), len(stored))):
+            x = min(max(i + 1, low), high) - low
+            cells = round(steps * (min(i + 1, low) + x - x * x / (4 * reach))) - done
+            tops[stored[i]] = 1 + cells if cells > 0 else int(stored[i] < stairs.first)
+            done += cells
+
     def changed(self) -> None:
         """What compute and link have still to do is to be looked at anew."""
         self._next_row = 0
         self._runs = None
+        self._timetable = None
 
     # Planned
 
@@ -313,7 +426,7 @@ class _Climb:
     def waits_until(self, now: float) -> float:
         """Estimated time at which the loads have landed that the suffix waits for; infinite if it waits for none."""
         plane, layer = self.plane, self.layer
-        columns = (c for c in range(plane.prefix_columns) if layer < plane.layers and plane.loadable(c, layer))
+        columns = plane.loadable_columns(range(plane.prefix_columns), layer) if layer < plane.layers else ()
         tokens = sum(map(plane.request.width, columns))
         if tokens:
             return self.policy.free_at(LINK, now) + self.policy.link_seconds(tokens)
@@ -333,7 +446,111 @@ class _Climb:
             self._next_row = layer + 1
         return None
 
+    def fetch_early(self, now: float) -> Op | None:
+        """A load of the last layers of the last column that is not loaded, if no launch will wait longer for it."""
+        plane, policy, tops = self.plane, self.policy, self.tops
+        assert tops is not None
+        layers, count = plane.layers, plane.prefix_columns
+        if self.windowed or self.stairs is None or layers < 3:
+            return None
+        columns = (c for c in reversed(range(count)) if plane.unclaimed[c] and plane.available[c] and tops[c] < layers)
+        column = next(columns, None)
+        if column is None:
+            return None
+        if self._timetable is None:
+            self._timetable = self._planned_launches()
+        computed, begins = self._timetable
+        # No more than half of a layer's loads, and not where a launch would wait for its copy.
+        width, costs = plane.request.boundaries[count] / count, policy.costs
+        half = (count - computed[max(1, self.layer)]) // 2
+        most = max(1, min(half, policy.staging_cells // plane.request.width(column)) if policy.staging_cells else half)
+        band = plane.loadable_band(column)
+        band = range(max(band.start, band.stop - most, tops[column]), band.stop)
+        cell, fixed = policy.slowdown * costs.load_seconds(1) * width, costs.fixed(FETCH)
+        copied, copy = width * costs.shape.cell_bytes / costs.copy_bandwidth, costs.fixed(COPY)
+        free = policy.free_at("compute", now) - now - begins[max(self.layer, plane.height[0])]
+        landed = policy.link_busy(now) + fixed + cell * len(band)
+        band = range(max(band.start, bisect_left(begins, landed + copy + copied * len(band) - free)), band.stop)
+        late = False
+        for layer in range(self._next_row, layers) if band else ():
+            cells = plane.state[layer].count(EMPTY, computed[layer], count) - (layer in band)
+            if cells > 0:
+                landed += fixed + cell * cells
+                if landed + copy + copied * cells * (layer < layers - 1) > free + begins[layer]:
+                    if layer < band.stop - 1 or self._spare < fixed:
+                        return None
+                    late = True  # by the fixed cost
+        if not band:
+            return None
+        self._spare -= fixed * late
+        return Op(FETCH, band, (plane.part(column, column + 1),))
+
+    def _planned_launches(self) -> _Timetable:
+        plane, costs, tops = self.plane, self.policy.costs, self.tops
+        assert tops is not None
+        layers, count = plane.layers, plane.prefix_columns
+        ending = Counter(tops)
+        computed = [count - below for below in accumulate(ending[layer] for layer in range(layers))]
+        suffix = plane.part(count, plane.columns)
+
+        def launch(projected: int, on: int) -> float:
+            parts = [plane.part(0, on)] * (on > 0) + [plane.part(on, projected, advance=False)] * (projected > on)
+            return costs.seconds(Op(COMPUTE, range(1), (*parts, suffix)))
+
+        on = computed[2:]
+        some = sorted({min(on), on[len(on) // 2], max(on)})
+        between = np.interp(on, some, [launch(columns, columns) for columns in some]).tolist()
+        return _Timetable(computed, [*accumulate([launch(computed[0], computed[1]), *between], initial=0.0)])
+
     # Where estimates were wrong
+
+    def rebalance(self, now: float) -> None:
+        """Have the first of the columns that were to be loaded computed, as many as let both sides end soonest."""
+        plane, policy, tops = self.plane, self.policy, self.tops
+        if self.windowed or tops is None:
+            return
+        layers, cell = plane.layers, policy.pace(now) * policy.costs.load_seconds(1)
+        loads = dict[int, float]()
+        for c in range(plane.prefix_columns):
+            if plane.available[c] and plane.unclaimed[c] and tops[c] < layers:
+                empty = sum([row[c] == EMPTY for row in plane.state[tops[c] :]])
+                loads[c] = cell * plane.request.width(c) * empty
+        compute = policy.free_at("compute", now) - now + self._compute_seconds()
+        link = policy.link_busy(now) + sum(loads.values())
+        soonest = before = max(compute, link)
+        taken, room = list[int](), policy.hidden_room()
+        for c in [c for c, seconds in loads.items() if seconds]:
+            part = plane.part(c, c + 1)
+            room -= 0 if plane.holds(c) else part.tokens
+            compute += policy.costs.seconds(
+                Op(COMPUTE, range(plane.height[c], layers), (part._replace(advance=False),))
+            )
+            link -= loads[c]
+            if room < 0 or max(compute, link) >= soonest:
+                break
+            soonest = max(compute, link)
+            taken.append(c)
+        if soonest < (1 - GAIN) * before:
+            for c in taken:
+                tops[c] = layers
+            self.changed()
+
+    def _compute_seconds(self) -> float:
+        """About what compute takes for all that is planned."""
+        plane, costs, tops = self.plane, self.policy.costs, self.tops
+        assert tops is not None
+        front, count = self.layer, plane.prefix_columns
+        suffix = plane.part(count, plane.columns)
+        seconds, below = 0.0, front
+        for top in sorted({plane.layers, *(t for t in tops if t > front)}):
+            columns = [c for c in range(count) if tops[c] >= top]
+            seconds += costs.seconds(Op(COMPUTE, range(below, top), (*plane.parts(columns), suffix)))
+            seconds += (top - below - 1) * costs.fixed(COMPUTE)
+            below = top
+        for c in range(count):
+            if tops[c] > front > plane.height[c]:
+                seconds += costs.seconds(Op(COMPUTE, range(plane.height[c], front), (plane.part(c, c + 1),)))
+        return seconds
 
     def relieve(self, now: float) -> Op | None:
         """A load of a cell that compute was to fill, where the link has time for it before compute gets there."""
@@ -547,8 +764,8 @@ class _Climb:
 
     def _first_climb(self, runs: Iterable[_Run], room: float) -> Op | None:
         """A climb of the first column that can; it may end within a run."""
-        columns = (column for run in runs for column in range(run.first, run.last))
-        op = next(filter(None, (self.plane.climb(c, self.policy.token_budget) for c in columns)), None)
+        columns = ((column, run.last) for run in runs for column in range(run.first, run.last))
+        op = next(filter(None, (self.plane.climb(c, self.policy.token_budget, last) for c, last in columns)), None)
         if op is None or (room < float("inf") and self.policy.costs.seconds(op) > room):
             return None
         self._runs = None

@@ -21,6 +21,7 @@ from cacheflow.policies.stairs import Planner, plan_batch
 from cacheflow.request import Request
 from cacheflow.simulate import Simulation
 from models.config import ModelConfig
+from tests.cacheflow import legality
 from tests.cacheflow.optimum import lognormal
 
 LLAMA = ModelShape.of(ModelConfig.preset("llama-3.1-8b"), 2)
@@ -68,8 +69,9 @@ def test_the_planner_predicts_what_the_simulator_runs(monkeypatch, partly, colum
     planner = Planner(Plane(one), costs, 8192, STAGING)
     stairs = planner.evaluate(columns, partly if columns < 8 else 0, planner.count if row else 0)
     monkeypatch.setattr(Planner, "best", lambda self, *arguments: stairs)
-    monkeypatch.setattr("cacheflow.policies.pipelined._Climb.relieve", lambda self, now: None)
-    monkeypatch.setattr("cacheflow.policies.pipelined._Climb.take_over", lambda self, now: None)
+    for name in ("relieve", "take_over", "fetch_early"):
+        monkeypatch.setattr(f"cacheflow.policies.pipelined._Climb.{name}", lambda self, now: None)
+    monkeypatch.setattr("cacheflow.policies.pipelined.STEEP", 0)
     monkeypatch.setattr("cacheflow.policies.pipelined.JOINED", 0)
     simulation = Simulation(Pipelined(costs, staging_cells=STAGING), [one])
     assert simulation.ttft["a"] <= stairs.seconds * (1 + 1e-9)
@@ -162,9 +164,83 @@ def test_a_link_that_changes_half_way_is_followed(monkeypatch, factor, prefix):
         return ttft("pipelined", known, [one], truth)["a"]
 
     adapted = run()
-    monkeypatch.setattr("cacheflow.policies.pipelined._Climb.relieve", lambda self, now: None)
-    monkeypatch.setattr("cacheflow.policies.pipelined._Climb.take_over", lambda self, now: None)
+    for name in ("relieve", "take_over", "rebalance"):
+        monkeypatch.setattr(f"cacheflow.policies.pipelined._Climb.{name}", lambda self, now: None)
     assert adapted < 0.99 * run()
+
+
+SINGLE = [(name, gbps, prefix) for name in ("A100-40G", "H100") for gbps in (10, 40) for prefix in (8192, 65536)]
+
+
+@pytest.mark.parametrize(("name", "gbps", "prefix"), SINGLE)
+def test_a_slope_and_early_loads_cost_a_link_that_stays_as_it_is_next_to_nothing(monkeypatch, name, gbps, prefix):
+    costs, one = roofline(name, gbps), [request("a", prefix, 64)]
+    sloped = ttft("pipelined", costs, one)["a"]
+    monkeypatch.setattr("cacheflow.policies.pipelined.STEEP", 0)
+    monkeypatch.setattr("cacheflow.policies.pipelined._Climb.fetch_early", lambda self, now: None)
+    assert sloped <= 1.003 * ttft("pipelined", costs, one)["a"]
+
+
+@pytest.mark.parametrize(("name", "gbps", "prefix"), SINGLE)
+def test_a_slope_is_even_around_the_plan(monkeypatch, name, gbps, prefix):
+    def follow(steep: float) -> list[int]:
+        monkeypatch.setattr("cacheflow.policies.pipelined.STEEP", steep)
+        policy = Pipelined(roofline(name, gbps), staging_cells=STAGING)
+        policy.add(Plane(request("a", prefix, 64)))
+        policy.next("link", 0.0)
+        return policy._climbs["a"].tops
+
+    level, sloped = follow(0), follow(0.0016)
+    assert sloped == sorted(sloped, reverse=True) and max(sloped) == LLAMA.layers and min(sloped) == min(level)
+    planned, moved = (sum(top - 1 for top in tops) for tops in (level, sloped))
+    assert 0.97 * planned <= moved <= planned
+    assert len([top for top in sloped if 1 < top < LLAMA.layers]) >= 2 > len([t for t in level if 1 < t < LLAMA.layers])
+
+
+def test_early_loads_leave_the_columns_beside_those_computed_for_last():
+    costs, one = roofline("H100", 40), request("a", 16384, 64)
+    simulation = Simulation(Pipelined(costs, staging_cells=STAGING), [one])
+    half = simulation.ttft["a"] / 2
+    soon = [s.op for s in simulation.timeline.spans if s.op.kind == FETCH and s.end < half]
+    last_columns = [op for op in soon if len(op.layers) > 1]
+    assert last_columns and all(op.parts[0].start >= one.prefix * 0.7 for op in last_columns)
+    top = {part.start for op in soon for part in op.parts if LLAMA.layers - 1 in op.layers}
+    assert one.prefix - CHUNK in top  # whole to its last layer
+
+
+def test_what_costs_have_learned_of_a_link_is_not_counted_twice():
+    costs = Learned(roofline("H100", 40))
+    before, policy = costs.load_seconds(1), Pipelined(costs, staging_cells=STAGING)
+    policy.observe = costs.observe
+    plane = Plane(request("a", 65536, 64))
+    policy.add(plane)
+    paces = []
+    for _ in range(12):
+        op = policy.next("link", 0.0)
+        policy.finished(op, 4 * costs.undisturbed.seconds(op))
+        plane.finished("copy", op.layers, op.parts[0])
+        paces.append(policy.link_seconds(1) / before)
+    assert max(paces) <= 4.01 and min(paces[2:]) > 3.5 and costs.load_seconds(1) / before > 3.5
+
+
+def test_a_fetch_that_takes_too_long_is_seen_before_it_ends():
+    costs = roofline("H100", 40)
+    policy = Pipelined(costs, staging_cells=STAGING)
+    policy.add(Plane(request("a", 8192, 64)))
+    op = policy.next("link", 1.0)
+    assert policy.pace(1.0) == 1 and policy.link_busy(1.0) == costs.seconds(op)
+    assert policy.pace(1.0 + costs.seconds(op) / 2) == 1
+    assert policy.pace(1.0 + 3 * costs.seconds(op)) == pytest.approx(3)
+
+
+@pytest.mark.parametrize("budget", [None, 2048, 4096])
+def test_columns_that_are_taken_over_keep_to_the_hidden_budget(budget):
+    costs, one = roofline("H100", 40), request("a", 16384, 64)
+    truth = Changing(LLAMA, device("H100"), bandwidth=40 * GBPS, fetch_seconds=FETCH_SECONDS, after=2**29, factor=6.0)
+    ran = legality.run(Pipelined(costs, staging_cells=STAGING, hidden_tokens=budget), [one], costs=truth)
+    assert ran.held <= (budget or one.prefix)
+    if budget is None:
+        assert ran.held > Planner(Plane(one), costs, 8192, STAGING).best(one.prefix).columns * CHUNK + 2 * CHUNK
 
 
 def test_planning_does_not_grow_with_the_prefix():
