@@ -505,34 +505,41 @@ class _Climb:
     # Where estimates were wrong
 
     def rebalance(self, now: float) -> None:
-        """Have the first of the columns that were to be loaded computed, as many as let both sides end soonest."""
+        """Have the first of the columns that were to be loaded computed, as many, and of one more as many layers, as let
+        both sides end soonest."""
         plane, policy, tops = self.plane, self.policy, self.tops
         if self.windowed or tops is None:
             return
         layers, cell = plane.layers, policy.pace(now) * policy.costs.load_seconds(1)
-        loads = dict[int, float]()
+        empty = dict[int, list[int]]()  # layers to load, by column
         for c in range(plane.prefix_columns):
             if plane.available[c] and plane.unclaimed[c] and tops[c] < layers:
-                empty = sum([row[c] == EMPTY for row in plane.state[tops[c] :]])
-                loads[c] = cell * plane.request.width(c) * empty
+                empty[c] = [layer for layer in range(tops[c], layers) if plane.state[layer][c] == EMPTY]
         compute = policy.free_at("compute", now) - now + self._compute_seconds()
-        link = policy.link_busy(now) + sum(loads.values())
+        link = policy.link_busy(now) + cell * sum([plane.request.width(c) * len(empty[c]) for c in empty])
         soonest = before = max(compute, link)
-        taken, room = list[int](), policy.hidden_room()
-        for c in [c for c, seconds in loads.items() if seconds]:
-            part = plane.part(c, c + 1)
+        taken, room = dict[int, int](), policy.hidden_room()
+        for c in [c for c, cells in empty.items() if cells]:
+            part, height = plane.part(c, c + 1, advance=False), plane.height[c]
             room -= 0 if plane.holds(c) else part.tokens
-            compute += policy.costs.seconds(
-                Op(COMPUTE, range(plane.height[c], layers), (part._replace(advance=False),))
-            )
-            link -= loads[c]
-            if room < 0 or max(compute, link) >= soonest:
+            if room < 0:
                 break
-            soonest = max(compute, link)
-            taken.append(c)
+            climb = policy.costs.seconds(Op(COMPUTE, range(height, layers), (part,))) / (layers - height)
+            ends = [
+                max(compute + climb * (layer + 1 - height), link - cell * part.tokens * count)
+                for count, layer in enumerate(empty[c], 1)
+            ]
+            least = min(ends)
+            if least >= soonest:
+                break
+            soonest, taken[c] = least, empty[c][ends.index(least)] + 1
+            compute += climb * (layers - height)
+            link -= cell * part.tokens * len(empty[c])
+            if taken[c] <= empty[c][-1]:
+                break
         if soonest < (1 - GAIN) * before:
-            for c in taken:
-                tops[c] = layers
+            for c, top in taken.items():
+                tops[c] = top
             self.changed()
 
     def _compute_seconds(self) -> float:
