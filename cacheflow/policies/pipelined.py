@@ -505,8 +505,8 @@ class _Climb:
     # Where estimates were wrong
 
     def rebalance(self, now: float) -> None:
-        """Have the first of the columns that were to be loaded computed, as many, and of one more as many layers, as let
-        both sides end soonest."""
+        """Have the first of the columns that were to be loaded computed: as many, and of one more as many layers, as
+        let both sides end soonest."""
         plane, policy, tops = self.plane, self.policy, self.tops
         if self.windowed or tops is None:
             return

@@ -110,10 +110,10 @@ def test_who_knew_is_between_the_bound_and_those_who_did_not(gbps, factor):
 
 
 @pytest.mark.parametrize(
-    ("gbps", "tokens", "suffix", "limit"), [(40, 8192, 64, 1.13), (80, 8192, 64, 1.13), (10, 32768, 64, 1.18)]
+    ("gbps", "tokens", "limit"), [(10, 8192, 1.13), (40, 8192, 1.13), (80, 8192, 1.13), (10, 32768, 1.17)]
 )
-def test_pipelined_is_not_far_behind_who_knew_that_the_link_drops(gbps, tokens, suffix, limit):
-    costs, request = roofline(gbps), Request.of("r", prefix=tokens, suffix=suffix, chunk=512, layers=SHAPE.layers)
+def test_pipelined_is_not_far_behind_who_knew_that_the_link_drops(gbps, tokens, limit):
+    costs, request = roofline(gbps), Request.of("r", prefix=tokens, suffix=64, chunk=512, layers=SHAPE.layers)
     course = bench.half_way(make, request, costs, 0.25)
     assert (
         bench.unaware(make, "pipelined", request, costs, course) <= limit * bench.knew(make, request, costs, course)[1]
