@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterable
 from functools import cached_property
 from itertools import accumulate, chain, groupby, pairwise, repeat
-from operator import neg
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -362,8 +361,7 @@ class _Climb:
             self._slope(stairs, most)
             self._spare = EARLY * stairs.seconds
         self.cell_seconds = self.policy.link_seconds(1)
-        beyond = bisect_left(self.tops, -1, key=neg)  # columns that go on above the first layer
-        self.promised = self.plane.request.boundaries[beyond]
+        self.promised = sum([self.plane.request.width(c) for c, top in enumerate(self.tops) if top > 1])
         self._cut = {min(self.tops, default=0), self.plane.layers - 1}
         self.changed()
 
