@@ -361,7 +361,8 @@ class _Climb:
             self._slope(stairs, most)
             self._spare = EARLY * stairs.seconds
         self.cell_seconds = self.policy.link_seconds(1)
-        self.promised = sum([self.plane.request.width(c) for c, top in enumerate(self.tops) if top > 1])
+        if self.policy.hidden_tokens is not None:
+            self.promised = sum([self.plane.request.width(c) for c, top in enumerate(self.tops) if top > 1])
         self._cut = {min(self.tops, default=0), self.plane.layers - 1}
         self.changed()
 

@@ -40,6 +40,21 @@ class Stairs(NamedTuple):
         return (stairs + [1] * (self.first - len(stairs)) + [0] * count)[:count]
 
 
+class _Loads(NamedTuple):
+    """What a layer's loads take, in seconds. fetch: of the link. step: from when one layer has landed to the next, the
+    slower of link and copies. whole, cut: that a launch still waits when the layer's fetch has ended, and when that of
+    the last piece has. more: of the link, if in pieces. held_up: by which compute is held up. pieces: see
+    Planner.pieces."""
+
+    fetch: float
+    step: float
+    whole: float
+    cut: float
+    more: float
+    held_up: float
+    pieces: int
+
+
 class Planner:
     """Chooses stairs for one request. Times are in seconds from when it is asked.
 
@@ -64,7 +79,7 @@ class Planner:
         self.holes = [Span(self.bounds[c], self.bounds[c + 1], None) for c in holes]
         self._stored = [*compress(range(self.count), request.stored), self.count]
         self._launch = cache(self._launch_seconds)
-        self._load = cache(self._load_seconds)
+        self._load = cache(self._loads)
         self._revision, self._link = costs.revision, tuple[float, ...]()  # the costs that these are of
 
     def best(self, most: int, compute_at: float = 0.0, link_at: float = 0.0) -> Stairs:
@@ -130,58 +145,53 @@ class Planner:
         if upper:
             runs += [(upper - 1, columns, columns), (1, columns, 0)]
         time, landed, compute, link, done = compute_at, link_at + costs.latency, 0.0, 0.0, 0
-        fixed = costs.fixed(FETCH)
         for layers, computed, on in runs:
             if layers < 1:
                 continue
             done += layers
             launch = self._launch(computed, on, done == self.layers)
-            fetch, copy, held_up, pieces = self._load(computed)
+            fetch, step, whole, cut, more, held_up, _ = self._load(computed)
+            busy = launch * layers
             if fetch:
-                # Waiting for the first of these layers' loads, or for the last, is all that can hold them up. They
-                # land as fast as the slower of link and copies is. Those of the next layer land during a launch.
+                # Waiting for the first of these layers' loads, or for the last, is all that can hold them up. Those of
+                # the next layer land during a launch.
                 begins, ends = not link, done == self.layers
-                step, more, each = max(fetch, copy), (pieces - 1) * fixed, costs.interference_per_fetch
-                # What a launch still waits for when a layer's fetch has ended, and when its last piece has.
-                whole, cut = max(copy, held_up), max(copy / pieces, each + (held_up - each) / pieces)
-                busy = launch * layers + held_up * (layers - 1)
-                time = max(time + held_up, landed + fetch + (more + cut if begins else whole)) + busy
+                ready = landed + fetch + (more + cut if begins else whole)
+                time = max(time + held_up, ready) + busy + held_up * (layers - 1)
                 landed += step * layers + more * begins
                 time = max(time, landed - step + fetch + (more + cut if ends else whole) + launch)
                 link += fetch * layers + more * (begins + (ends and done > 1))
-                compute += held_up * layers
+                compute += busy + held_up * layers
             else:
-                time += launch * layers
-            compute += launch * layers
+                time += busy
+                compute += busy
         return Stairs(columns, partly, first, time, compute, link)
 
     def pieces(self, columns: int) -> int:
         """In how many fetches the first and the last layer are loaded, of which so many columns are computed: as many
         as let compute begin, and end, soonest. What has landed is copied while the next piece is on its way."""
         self._forget_other_costs()
-        return self._load(columns)[3]
+        return self._load(columns).pieces
 
-    def _load_seconds(self, columns: int) -> tuple[float, float, float, int]:
-        """Of a layer of which so many columns are computed: see _fetch, and pieces."""
-        fetch, copy, held_up = self._fetch(columns)
-        fixed = self.costs.fixed(FETCH) + self.costs.fixed(COPY) + self.costs.interference_per_fetch
-        wanted = PIECES if copy >= fixed * PIECES**2 else max(1, round(math.sqrt(copy / fixed)))
-        loaded = max(1, self.count - columns)
-        return fetch, copy, held_up, -(-loaded // -(-loaded // wanted))  # of equal size
-
-    def _fetch(self, columns: int) -> tuple[float, float, float]:
-        """Seconds on the link of a layer of which so many columns are computed, of what is copied at its end, and by
-        which both hold up compute."""
+    def _loads(self, columns: int) -> _Loads:
+        """Of a layer of which so many columns are computed."""
         costs, start = self.costs, self.bounds[columns]
         loaded = self.bounds[self.count] - start
         if self.holes:
             loaded -= sum(hole.stop - hole.start for hole in self.holes if hole.start >= start)
         if not loaded:
-            return 0.0, 0.0, 0.0
-        fetches = -(-loaded // self.staging)
-        copied = min(loaded, self.staging) * costs.shape.cell_bytes / costs.copy_bandwidth
-        link = fetches * costs.fixed(FETCH) + costs.load_seconds(loaded)
-        return link, costs.fixed(COPY) + copied, costs.interference(loaded, fetches)
+            return _Loads(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1)
+        fetches, each = -(-loaded // self.staging), costs.interference_per_fetch
+        fetch = fetches * costs.fixed(FETCH) + costs.load_seconds(loaded)
+        copy = costs.fixed(COPY) + min(loaded, self.staging) * costs.shape.cell_bytes / costs.copy_bandwidth
+        held_up = costs.interference(loaded, fetches)
+        fixed = costs.fixed(FETCH) + costs.fixed(COPY) + each
+        wanted = PIECES if copy >= fixed * PIECES**2 else max(1, round(math.sqrt(copy / fixed)))
+        right = self.count - columns
+        pieces = -(-right // -(-right // wanted))  # of equally many columns
+        cut = max(copy / pieces, each + (held_up - each) / pieces)
+        more = (pieces - 1) * costs.fixed(FETCH)
+        return _Loads(fetch, max(fetch, copy), max(copy, held_up), cut, more, held_up, pieces)
 
     def _launch_seconds(self, computed: int, on: int, last: bool) -> float:
         """Seconds of a layer at which so many columns are computed and so many of them go on."""
