@@ -92,7 +92,7 @@ class Planner:
             def stairs(units: int, first: int = first) -> Stairs:
                 return self.evaluate(*self.split(units), first, *at)
 
-            found += _valley(stairs, self.units(most))
+            found += _lowest(stairs, self.units(most), link_at - compute_at)
         # The first layer's projections are the smallest pieces: so many of them as let both sides end together.
         for one in tuple(found) if self.count else ():
             late = one.compute + compute_at - one.link - link_at
@@ -223,16 +223,53 @@ ESTIMATED = 6  # splits that are worked out for an estimate, between nothing and
 PIECES = 4  # most fetches of the first layer, and of the last
 
 
-def _valley(function: Callable[[int], Stairs], last: int) -> list[Stairs]:
-    """The lowest values of something over 0..last that falls and then rises, by bisection."""
-    function, low, high = cache(function), 0, last
+MEETING = 6  # most steps that are made towards where compute and link end together
+
+
+def _lowest(function: Callable[[int], Stairs], last: int, behind: float) -> list[Stairs]:
+    """The lowest values of something over 0..last that falls and then rises around where compute and link end together,
+    and that of the last, which waits for no load.
+
+    behind: seconds by which the link is behind compute before. Where it is, launches may wait for it and both begin
+    together, or not.
+    """
+    function = cache(function)
+    found = {last}
+    for late in {behind, min(behind, 0.0)}:
+        found.update(_around(function, _meeting(function, last, late), last))
+    return [function(units) for units in found]
+
+
+def _meeting(function: Callable[[int], Stairs], last: int, behind: float) -> int:
+    """About where compute and link end together, on lines through what is known: compute rises, the link falls."""
+
+    def late(units: int) -> float:
+        return function(units).compute - function(units).link - behind
+
+    low, high = 0, last
+    for _ in range(MEETING):
+        if high - low < 2 or late(low) >= 0 or late(high) <= 0:
+            break
+        share = late(low) / (late(low) - late(high))
+        middle = min(max(low + 1, round(low + share * (high - low))), high - 1)
+        low, high = (low, middle) if late(middle) > 0 else (middle, high)
+    return low if abs(late(low)) < abs(late(high)) else high
+
+
+def _around(function: Callable[[int], Stairs], at: int, last: int) -> range:
+    """Where the lowest values are that steps lead to which double, and bisection between the last of these."""
+    step = 1 if at < last and function(at + 1).seconds < function(at).seconds else -1
+    before = at
+    while 0 <= at + step <= last and function(at + step).seconds < function(at).seconds:
+        before, at, step = at, at + step, 2 * step
+    low, high = sorted((before, min(max(at + step, 0), last)))
     while high - low > 2:
         middle = (low + high) // 2
         if function(middle).seconds <= function(middle + 1).seconds:
             high = middle + 1
         else:
             low = middle + 1
-    return [function(i) for i in range(low, high + 1)]
+    return range(low, high + 1)
 
 
 OPTIONS, BINS = 24, 64  # splits of a request, and differences of the two clocks, that a batch's plan tells apart
