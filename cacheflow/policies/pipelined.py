@@ -393,12 +393,12 @@ class _Climb:
             return
         mean -= pairs * reach**2 / (compute + load) / steps
         low, high = mean - reach, mean + reach
-        done = steps * math.floor(low)
-        for i in range(math.floor(low), min(math.ceil(high), len(stored))):
-            x = min(max(i + 1, low), high) - low
-            cells = round(steps * (min(i + 1, low) + x - x * x / (4 * reach))) - done
-            tops[stored[i]] = 1 + cells if cells > 0 else int(stored[i] < stairs.first)
-            done += cells
+        begin, end = math.floor(low), min(math.ceil(high), len(stored))
+        sloped = np.arange(begin + 1, end + 1)
+        x = np.clip(sloped, low, high) - low
+        done = np.rint(steps * (np.minimum(sloped, low) + x - x * x / (4 * reach))).astype(int)  # cells, up to a column
+        for column, cells in zip(stored[begin:end], np.diff(done, prepend=steps * begin).tolist(), strict=True):
+            tops[column] = 1 + cells if cells > 0 else int(column < stairs.first)
 
     def changed(self) -> None:
         """What compute and link have still to do is to be looked at anew."""
@@ -446,11 +446,12 @@ class _Climb:
         return None
 
     def fetch_early(self, now: float) -> Op | None:
-        """A load of the last layers of the last column that is not loaded, if no launch will wait longer for it."""
+        """A load of the last layers of the last column that is not loaded, if no launch will wait longer for it. What
+        the first launch waits for comes first in any case."""
         plane, policy, tops = self.plane, self.policy, self.tops
         assert tops is not None
         layers, count = plane.layers, plane.prefix_columns
-        if self.windowed or self.stairs is None or layers < 3:
+        if self.windowed or self.stairs is None or layers < 3 or not self.begun:
             return None
         columns = (c for c in reversed(range(count)) if plane.unclaimed[c] and plane.available[c] and tops[c] < layers)
         column = next(columns, None)
@@ -653,8 +654,10 @@ class _Climb:
         if column >= plane.prefix_columns or not plane.available[column]:
             return plane.top(column)
         assert self.tops is not None
-        planned = reversed(range(plane.height[column], self.tops[column]))
-        return next((x + 1 for x in planned if plane.state[x][column] == EMPTY and plane.needed(column, x)), 0)
+        for layer in range(self.tops[column] - 1, plane.height[column] - 1, -1):
+            if plane.state[layer][column] == EMPTY and plane.needed(column, layer):
+                return layer + 1
+        return 0
 
     def _launch(self, layer: int, runs: list[_Run], now: float, room: float) -> Op | None:
         """What of these runs can go up this layer now; where that is more than the token budget, or takes longer than
