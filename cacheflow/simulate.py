@@ -6,7 +6,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from typing import TypeVar
 
 from cacheflow.costs.base import Costs
@@ -43,6 +43,7 @@ class VirtualBackend:
         self._record = record or self._add_span
         self._now = 0.0
         self._free = {COMPUTE: 0.0, FETCH: 0.0, COPY: 0.0}
+        self._held_up = 0.0  # until when idle compute is
         self._events: list[tuple[float, int, Completion]] = []
         self.next_end = math.inf  # of those queued; infinite if there is none
         self._order = itertools.count()
@@ -79,16 +80,21 @@ class VirtualBackend:
         return [done]
 
     def _hold_up(self, seconds: float) -> None:
-        """Compute gets no further for so many seconds from now."""
+        """From now on, compute works at something else for so many seconds, before whatever it does or is to do."""
         if not seconds:
             return
-        free = self._now + seconds
-        for i, (end, order, done) in sorted(enumerate(self._events), key=itemgetter(1)):
-            if done.op.kind == COMPUTE:
-                late = seconds if done.start < self._now else max(0.0, free - done.start)
-                start = done.start if done.start < self._now else done.start + late
-                free = end + late
-                self._events[i] = (free, order, done._replace(start=start, end=free))
+        queued = [event for event in sorted(self._events) if event[2].op.kind == COMPUTE]
+        if queued and queued[0][2].start < self._now:
+            free = queued[0][0] + seconds
+        else:
+            free = self._held_up = max(self._held_up, self._now) + seconds
+        for event in queued:
+            end, order, done = event
+            running = done.start < self._now
+            late = seconds if running else max(0.0, free - done.start)
+            free = end + late
+            moved = done._replace(start=done.start if running else done.start + late, end=free)
+            self._events[self._events.index(event)] = (free, order, moved)
         heapq.heapify(self._events)
         self._free[COMPUTE] = max(self._free[COMPUTE], free)
 

@@ -66,6 +66,14 @@ class TestBackend:
         backend.submit(compute(0, 6))
         assert ends(backend) == {compute(0, 6): (14, 20)}
 
+    def test_compute_that_comes_waits_for_all_that_was_fetched(self) -> None:
+        backend, more = VirtualBackend(COSTS), Op(FETCH, range(1), (Part("b", 4, 8),))
+        backend.submit(self.FETCHED)
+        backend.submit(more)
+        assert [next(iter(backend.wait())).end for _ in range(2)] == [4, 8]
+        backend.submit(compute(0, 6))
+        assert ends(backend) == {compute(0, 6): (24, 30)}
+
     def test_compute_that_has_ended_does_not(self) -> None:
         backend = VirtualBackend(COSTS)
         for op in (self.FETCHED, compute(0, 3)):

@@ -16,7 +16,8 @@ from cacheflow.costs.learned import Learned
 from cacheflow.costs.roofline import GBPS, Roofline, device
 from cacheflow.op import COMPUTE, FETCH, Op, Part
 from cacheflow.plane import Plane
-from cacheflow.policies.pipelined import JOINED, OVERTAKEN, Pipelined, _rank
+from cacheflow.policies.launches import JOINED
+from cacheflow.policies.pipelined import OVERTAKEN, Pipelined, _rank
 from cacheflow.policies.stairs import Planner, plan_batch
 from cacheflow.request import Request
 from cacheflow.simulate import Simulation
@@ -70,9 +71,9 @@ def test_the_planner_predicts_what_the_simulator_runs(monkeypatch, partly, colum
     stairs = planner.evaluate(columns, partly if columns < 8 else 0, planner.count if row else 0)
     monkeypatch.setattr(Planner, "best", lambda self, *arguments: stairs)
     for name in ("relieve", "take_over", "fetch_early"):
-        monkeypatch.setattr(f"cacheflow.policies.pipelined._Climb.{name}", lambda self, now: None)
-    monkeypatch.setattr("cacheflow.policies.pipelined.STEEP", 0)
-    monkeypatch.setattr("cacheflow.policies.pipelined.JOINED", 0)
+        monkeypatch.setattr(f"cacheflow.policies.climb.Climb.{name}", lambda self, now: None)
+    monkeypatch.setattr("cacheflow.policies.climb.STEEP", 0)
+    monkeypatch.setattr("cacheflow.policies.launches.JOINED", 0)
     simulation = Simulation(Pipelined(costs, staging_cells=STAGING), [one])
     assert simulation.ttft["a"] <= stairs.seconds * (1 + 1e-9)
     assert simulation.ttft["a"] >= 0.97 * stairs.seconds
@@ -165,7 +166,7 @@ def test_a_link_that_changes_half_way_is_followed(monkeypatch, factor, prefix):
 
     adapted = run()
     for name in ("relieve", "take_over", "rebalance"):
-        monkeypatch.setattr(f"cacheflow.policies.pipelined._Climb.{name}", lambda self, now: None)
+        monkeypatch.setattr(f"cacheflow.policies.climb.Climb.{name}", lambda self, now: None)
     assert adapted < 0.99 * run()
 
 
@@ -176,15 +177,15 @@ SINGLE = [(name, gbps, prefix) for name in ("A100-40G", "H100") for gbps in (10,
 def test_a_slope_and_early_loads_cost_a_link_that_stays_as_it_is_next_to_nothing(monkeypatch, name, gbps, prefix):
     costs, one = roofline(name, gbps), [request("a", prefix, 64)]
     sloped = ttft("pipelined", costs, one)["a"]
-    monkeypatch.setattr("cacheflow.policies.pipelined.STEEP", 0)
-    monkeypatch.setattr("cacheflow.policies.pipelined._Climb.fetch_early", lambda self, now: None)
+    monkeypatch.setattr("cacheflow.policies.climb.STEEP", 0)
+    monkeypatch.setattr("cacheflow.policies.climb.Climb.fetch_early", lambda self, now: None)
     assert sloped <= 1.003 * ttft("pipelined", costs, one)["a"]
 
 
 @pytest.mark.parametrize(("name", "gbps", "prefix"), SINGLE)
 def test_a_slope_is_even_around_the_plan(monkeypatch, name, gbps, prefix):
     def follow(steep: float) -> list[int]:
-        monkeypatch.setattr("cacheflow.policies.pipelined.STEEP", steep)
+        monkeypatch.setattr("cacheflow.policies.climb.STEEP", steep)
         policy = Pipelined(roofline(name, gbps), staging_cells=STAGING)
         policy.add(Plane(request("a", prefix, 64)))
         policy.next("link", 0.0)
@@ -338,7 +339,7 @@ def test_layers_are_joined_where_a_launch_would_cost_more_than_it_does(monkeypat
     costs, cold = roofline("H100", 10), [request("a", 0, 64)]
     joined, seconds = ops(Pipelined(costs), cold)
     assert max(map(costs.seconds, joined)) <= JOINED * costs.fixed(COMPUTE)
-    monkeypatch.setattr("cacheflow.policies.pipelined.JOINED", 0)
+    monkeypatch.setattr("cacheflow.policies.launches.JOINED", 0)
     single, apart = ops(Pipelined(costs), cold)
     assert len(joined) < len(single) == LLAMA.layers
     assert apart - seconds == pytest.approx((len(single) - len(joined)) * costs.fixed(COMPUTE))

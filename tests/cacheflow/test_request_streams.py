@@ -24,7 +24,7 @@ from cacheflow.eviction import EVICTIONS, ChunkStore
 from cacheflow.loop import AHEAD, Failures
 from cacheflow.op import Op
 from cacheflow.plane import LOADING
-from cacheflow.policies import pipelined
+from cacheflow.policies import launches, pipelined
 from cacheflow.policies.base import Policy
 from cacheflow.policies.pipelined import OVERTAKEN
 from cacheflow.request import Request
@@ -137,9 +137,9 @@ def test_every_request_that_is_wanted_gets_its_first_token(name: str, data: st.D
 @given(case=cases("pipelined"))
 def test_what_compute_has_to_do_is_runs_of_like_columns(case: Case) -> None:
     """Column by column, whenever a run of columns is looked at anew."""
-    pending = pipelined._Climb._pending
+    pending = launches.Launches._pending
 
-    def checked(climb: pipelined._Climb) -> list[pipelined._Run]:
+    def checked(climb: launches.Launches) -> list[launches.Run]:
         new, runs, plane = climb._runs is None, pending(climb), climb.plane
         columns: dict[int, tuple[object, ...]] = {}
         for column in range(plane.columns):
@@ -155,7 +155,7 @@ def test_what_compute_has_to_do_is_runs_of_like_columns(case: Case) -> None:
         return runs
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipelined._Climb, "_pending", checked)
+        patch.setattr(launches.Launches, "_pending", checked)
         case.run()
 
 

@@ -1,0 +1,354 @@
+"""One request of `pipelined`: its plan, its loads, and what is changed where estimates were wrong."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable
+from functools import cached_property
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from cacheflow.op import COMPUTE, COPY, FETCH, Op
+from cacheflow.plane import EMPTY, Plane
+from cacheflow.policies.base import LINK
+from cacheflow.policies.launches import Launches
+from cacheflow.policies.stairs import Planner, Stairs
+
+if TYPE_CHECKING:
+    from cacheflow.policies.pipelined import Pipelined
+
+TRIED = 8  # columns that compute may take over when the first of them cannot go
+GAIN = 0.03  # share of the time that is left which splitting anew must save
+STEEP = 0.0016  # share of the time to first token that a slope may cost, see Climb._slope
+NARROWEST = 0.5  # columns that a slope leaves for the last layer at least, so that the suffix has a launch to be in
+EARLY = 0.001  # share of the time to first token that loads that come early may cost
+
+
+class _Timetable(NamedTuple):
+    """computed: [layers], how many columns are computed there. begins: [layers], when the layer's launch does, seconds
+    after the first."""
+
+    computed: list[int]
+    begins: list[float]
+
+
+class Climb(Launches):
+    """A request on its way up, and what it is to load.
+
+    alone: seconds to its first token, were it the only request. promised: tokens whose hidden states it may keep.
+    cell_seconds: of the link per (token, layer) pair, as planned with.
+    wave: when it came. overtaken: by how many that came later.
+    """
+
+    def __init__(self, policy: Pipelined, plane: Plane, wave: int) -> None:
+        super().__init__(policy, plane)
+        self.planner = Planner(plane, policy.costs, policy.token_budget, policy.staging_cells)
+        self.stairs: Stairs | None = None
+        self._due: float | None = None
+        self.promised = 0
+        self.cell_seconds = float("inf")
+        self.wave = wave
+        self.overtaken = 0
+        self._cut: set[int] = set()  # the first and the last layer of which something is loaded
+        self._spare = 0.0  # seconds that loads that come early may still cost
+        self._timetable: _Timetable | None = None  # None: to be looked at anew
+        self._next_row = 0  # no layer below has anything to load
+
+    def due(self, now: float) -> float:
+        """When its first token is wanted, counted from when this is first asked; infinite: any time."""
+        if self._due is None:
+            self._due = now + self.plane.request.deadline
+        return self._due
+
+    @cached_property
+    def alone(self) -> float:
+        return self.planner.estimate()
+
+    @property
+    def seconds_left(self) -> float:
+        """About how many seconds it still takes, alone."""
+        return self.alone * (1 - self.layer / self.plane.layers)
+
+    @property
+    def layer(self) -> int:
+        """Where the suffix stands: its last column is the last to rise."""
+        return self.plane.height[-1]
+
+    def tokens(self, layer: int) -> int:
+        """Of its launch at a layer, as planned."""
+        request, stairs = self.plane.request, self.stairs
+        columns = 0 if stairs is None else stairs.columns if layer else stairs.first
+        return request.boundaries[columns] + request.tokens - request.prefix
+
+    @property
+    def begun(self) -> bool:
+        """Whether anything was filled, or is in flight."""
+        plane = self.plane
+        return plane.state.count(bytearray([EMPTY]) * plane.columns) < plane.layers
+
+    def left(self) -> tuple[float, float]:
+        """About how many seconds of compute and of the link its plan still takes; 0 before anything was begun."""
+        if self.stairs is None or not self.begun:
+            return 0.0, 0.0
+        plane = self.plane
+        climbed, loaded = self.layer / plane.layers, self._next_row / plane.layers
+        return self.stairs.compute * (1 - climbed), self.stairs.link * (1 - loaded)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Of columns that compute is to take beyond the first layer, and has not begun to."""
+        plane = self.plane
+        columns = (c for c, top in enumerate(self.tops or ()) if top > 1 and not plane.height[c] and plane.unclaimed[c])
+        return sum(map(plane.request.width, columns))
+
+    def follow(self, stairs: Stairs | None, most: int = 0) -> None:
+        """Take up a plan, with at most so many columns beyond the first layer; None: load everything but the first
+        row."""
+        self.stairs = stairs
+        count = self.plane.prefix_columns
+        self.tops = [1] * count
+        if stairs is not None:
+            self.tops = stairs.tops(count, self.plane.layers)
+            self._slope(stairs, most)
+            self._spare = EARLY * stairs.seconds
+        self.cell_seconds = self.policy.link_seconds(1)
+        if self.policy.hidden_tokens is not None:
+            self.promised = sum([self.plane.request.width(c) for c, top in enumerate(self.tops) if top > 1])
+        self._cut = {min(self.tops, default=0), self.plane.layers - 1}
+        self.changed()
+
+    def _slope(self, stairs: Stairs, most: int) -> None:
+        """Let the number of columns fall from layer to layer, and be what it was in the mean.
+
+        Then compute has hidden states of more columns, and a link that turns out slower leaves fewer that compute must
+        take over from the first layer on, where their cells have landed already. Attention of columns further to the
+        right takes longer; the slope is as steep as lets that cost STEEP at most. Of n columns more at the first layer,
+        and n less at the last, it takes pair_marginal * width**2 * n**2 / 6 a layer longer. A part of that, as cells
+        are whole, is moved to the link.
+        """
+        plane, costs, tops = self.plane, self.policy.costs, self.tops
+        assert tops is not None
+        steps, count = plane.layers - 1, plane.prefix_columns
+        stored = [c for c in range(min(most, count)) if plane.request.stored[c]]
+        if not stored or not steps:
+            return
+        mean, width = sum([tops[c] - 1 for c in stored if tops[c] > 1]) / steps, plane.request.boundaries[count] / count
+        reach = min(mean - NARROWEST, len(stored) - mean)
+        pairs = costs.pair_marginal * steps * width**2 / 6
+        compute = width * (costs.project_marginal + costs.advance_marginal + costs.pair_marginal * mean * width)
+        load, allowed = costs.load_seconds(1) * width, STEEP * stairs.seconds
+        if pairs > 0 and load > 0:
+            shared = allowed * (compute + load) / load
+            reach = min(reach, math.sqrt((shared if shared > 2 * (compute + load) else allowed) / pairs))
+        if reach < 0.5:
+            return
+        mean -= pairs * reach**2 / (compute + load) / steps
+        low, high = mean - reach, mean + reach
+        begin, end = math.floor(low), min(math.ceil(high), len(stored))
+        sloped = np.arange(begin + 1, end + 1)
+        x = np.clip(sloped, low, high) - low
+        done = np.rint(steps * (np.minimum(sloped, low) + x - x * x / (4 * reach))).astype(int)  # cells, up to a column
+        for column, cells in zip(stored[begin:end], np.diff(done, prepend=steps * begin).tolist(), strict=True):
+            tops[column] = 1 + cells if cells > 0 else int(column < stairs.first)
+
+    def changed(self) -> None:
+        """What compute and link have still to do is to be looked at anew."""
+        self._next_row = 0
+        self._runs = None
+        self._timetable = None
+
+    # Loads
+
+    def waits_until(self, now: float) -> float:
+        """Estimated time at which the loads have landed that the suffix waits for; infinite if it waits for none."""
+        plane, layer = self.plane, self.layer
+        columns = plane.loadable_columns(range(plane.prefix_columns), layer) if layer < plane.layers else ()
+        tokens = sum(map(plane.request.width, columns))
+        if tokens:
+            return self.policy.free_at(LINK, now) + self.policy.link_seconds(tokens)
+        return self.policy.lands(plane.request.id, layer, now)
+
+    def next_fetch(self, now: float) -> Op | None:
+        plane, tops = self.plane, self.tops
+        assert tops is not None
+        for layer in range(self._next_row, plane.layers):
+            row = [c for c in range(plane.prefix_columns) if tops[c] <= layer]
+            if layer in self._cut and row:
+                pieces = self.planner.pieces(row[0])
+                row = plane.loadable_columns(row, layer)[: -(-len(row) // pieces)]
+            op = self.policy.fetch_row(plane, layer, row)
+            if op is not None:
+                return op
+            self._next_row = layer + 1
+        return None
+
+    def fetch_early(self, now: float) -> Op | None:
+        """A load of the last layers of the last column that is not loaded, if no launch will wait longer for it. What
+        the first launch waits for comes first in any case."""
+        plane, policy, tops = self.plane, self.policy, self.tops
+        assert tops is not None
+        layers, count = plane.layers, plane.prefix_columns
+        if self.windowed or self.stairs is None or layers < 3 or not self.begun:
+            return None
+        columns = (c for c in reversed(range(count)) if plane.unclaimed[c] and plane.available[c] and tops[c] < layers)
+        column = next(columns, None)
+        if column is None:
+            return None
+        if self._timetable is None:
+            self._timetable = self._planned_launches()
+        computed, begins = self._timetable
+        # No more than half of a layer's loads, and not where a launch would wait for its copy.
+        width, costs = plane.request.boundaries[count] / count, policy.costs
+        half = (count - computed[max(1, self.layer)]) // 2
+        most = max(1, min(half, policy.staging_cells // plane.request.width(column)) if policy.staging_cells else half)
+        band = plane.loadable_band(column)
+        band = range(max(band.start, band.stop - most, tops[column]), band.stop)
+        cell, fixed = policy.slowdown * costs.load_seconds(1) * width, costs.fixed(FETCH)
+        copied, copy = width * costs.shape.cell_bytes / costs.copy_bandwidth, costs.fixed(COPY)
+        free = policy.free_at("compute", now) - now - begins[max(self.layer, plane.height[0])]
+        landed = policy.link_busy(now) + fixed + cell * len(band)
+        band = range(max(band.start, bisect_left(begins, landed + copy + copied * len(band) - free)), band.stop)
+        late = False
+        for layer in range(self._next_row, layers) if band else ():
+            cells = plane.state[layer].count(EMPTY, computed[layer], count) - (layer in band)
+            if cells > 0:
+                landed += fixed + cell * cells
+                if landed + copy + copied * cells * (layer < layers - 1) > free + begins[layer]:
+                    if layer < band.stop - 1 or self._spare < fixed:
+                        return None
+                    late = True  # by the fixed cost
+        if not band:
+            return None
+        self._spare -= fixed * late
+        return Op(FETCH, band, (plane.part(column, column + 1),))
+
+    def _planned_launches(self) -> _Timetable:
+        plane, costs, tops = self.plane, self.policy.costs, self.tops
+        assert tops is not None
+        layers, count = plane.layers, plane.prefix_columns
+        ending = Counter(tops)
+        computed = [count - below for below in accumulate(ending[layer] for layer in range(layers))]
+        suffix = plane.part(count, plane.columns)
+
+        def launch(projected: int, on: int) -> float:
+            parts = [plane.part(0, on)] * (on > 0) + [plane.part(on, projected, advance=False)] * (projected > on)
+            return costs.seconds(Op(COMPUTE, range(1), (*parts, suffix)))
+
+        on = computed[2:]
+        some = sorted({min(on), on[len(on) // 2], max(on)})
+        between = np.interp(on, some, [launch(columns, columns) for columns in some]).tolist()
+        return _Timetable(computed, [*accumulate([launch(computed[0], computed[1]), *between], initial=0.0)])
+
+    # Where estimates were wrong
+
+    def rebalance(self, now: float) -> None:
+        """Have the first of the columns that were to be loaded computed: as many, and of one more as many layers, as
+        let both sides end soonest."""
+        plane, policy, tops = self.plane, self.policy, self.tops
+        if self.windowed or tops is None:
+            return
+        layers, cell = plane.layers, policy.pace(now) * policy.costs.load_seconds(1)
+        empty = dict[int, list[int]]()  # layers to load, by column
+        for c in range(plane.prefix_columns):
+            if plane.available[c] and plane.unclaimed[c] and tops[c] < layers:
+                empty[c] = [layer for layer in range(tops[c], layers) if plane.state[layer][c] == EMPTY]
+        compute = policy.free_at("compute", now) - now + self._compute_seconds()
+        link = policy.link_busy(now) + cell * sum([plane.request.width(c) * len(empty[c]) for c in empty])
+        soonest = before = max(compute, link)
+        taken, room = dict[int, int](), policy.hidden_room()
+        for c in [c for c, cells in empty.items() if cells]:
+            part, height = plane.part(c, c + 1, advance=False), plane.height[c]
+            room -= 0 if plane.holds(c) else part.tokens
+            if room < 0:
+                break
+            climb = policy.costs.seconds(Op(COMPUTE, range(height, layers), (part,))) / (layers - height)
+            ends = [
+                max(compute + climb * (layer + 1 - height), link - cell * part.tokens * count)
+                for count, layer in enumerate(empty[c], 1)
+            ]
+            least = min(ends)
+            if least >= soonest:
+                break
+            soonest, taken[c] = least, empty[c][ends.index(least)] + 1
+            compute += climb * (layers - height)
+            link -= cell * part.tokens * len(empty[c])
+            if taken[c] <= empty[c][-1]:
+                break
+        if soonest < (1 - GAIN) * before:
+            for c, top in taken.items():
+                tops[c] = top
+            self.changed()
+
+    def _compute_seconds(self) -> float:
+        """About what compute takes for all that is planned."""
+        plane, costs, tops = self.plane, self.policy.costs, self.tops
+        assert tops is not None
+        front, count = self.layer, plane.prefix_columns
+        suffix = plane.part(count, plane.columns)
+        seconds, below = 0.0, front
+        for top in sorted({plane.layers, *(t for t in tops if t > front)}):
+            columns = [c for c in range(count) if tops[c] >= top]
+            seconds += costs.seconds(Op(COMPUTE, range(below, top), (*plane.parts(columns), suffix)))
+            seconds += (top - below - 1) * costs.fixed(COMPUTE)
+            below = top
+        for c in range(count):
+            if tops[c] > front > plane.height[c]:
+                seconds += costs.seconds(Op(COMPUTE, range(plane.height[c], front), (plane.part(c, c + 1),)))
+        return seconds
+
+    def relieve(self, now: float) -> Op | None:
+        """A load of a cell that compute was to fill, where the link has time for it before compute gets there."""
+        plane, policy, tops = self.plane, self.policy, self.tops
+        assert tops is not None
+        top = max(tops, default=0)
+        if top <= 1:
+            return None
+        column = max((c for c, t in enumerate(tops) if t == top and plane.available[c]), default=-1)
+        layer = top - 1
+        if column < 0 or not plane.loadable(column, layer):
+            return None
+        reached = policy.free_at("compute", now) + (layer - self.layer - 1) * self.alone / plane.layers
+        landed = policy.free_at(LINK, now) + policy.link_seconds(plane.request.width(column))
+        if landed + policy.costs.fixed(FETCH) >= reached:
+            return None
+        tops[column] = layer
+        self.changed()
+        return policy.fetch_row(plane, layer, [column])
+
+    def take_over(self, now: float) -> Op | None:
+        """A climb of columns that were to be loaded, where compute has nothing else to do and the link is behind: the
+        leftmost that can, as many as compute brings sooner than the link."""
+        plane, policy, tops = self.plane, self.policy, self.tops
+        open_to_it = [c for c in range(plane.prefix_columns) if plane.available[c] and plane.unclaimed[c]]
+        if self.windowed or not open_to_it:
+            return None
+        assert tops is not None
+        left = self._load_seconds(open_to_it)
+        for column in open_to_it[:TRIED]:
+            taken: Op | None = None
+            for last in (column + count for count in (1, 2, 4, 8) if column + count <= plane.prefix_columns):
+                op = plane.climb(column, policy.token_budget, last)
+                if op is None or policy.hidden_left() < op.tokens:
+                    break
+                columns = range(*plane.columns_of(op.parts[0]))
+                band = range(op.layers.start, plane.layers)
+                part = plane.part(columns.start, columns.stop, advance=False)
+                ends = policy.free_at(LINK, now) - now + left - self._load_seconds(columns)
+                if len(columns) < last - column or policy.costs.seconds(Op(COMPUTE, band, (part,))) >= ends:
+                    break
+                taken = op
+            if taken is not None:
+                first, last = plane.columns_of(taken.parts[0])
+                tops[first:last] = [plane.layers] * (last - first)
+                self.changed()
+                return taken
+        return None
+
+    def _load_seconds(self, columns: Iterable[int]) -> float:
+        """What the link takes for the cells of columns that nobody has begun to fill."""
+        plane = self.plane
+        return self.policy.link_seconds(sum(plane.request.width(c) * plane.unclaimed[c] for c in columns))
