@@ -218,12 +218,15 @@ class Climb(Launches):
             if cells > 0:
                 landed += fixed + cell * cells
                 if landed + copy + copied * cells * (layer < layers - 1) > free + begins[layer]:
-                    if layer < band.stop - 1 or self._spare < fixed:
+                    if layer < band.stop - 1:
                         return None
                     late = True  # by the fixed cost
         if not band:
             return None
-        self._spare -= fixed * late
+        cost = fixed * late + costs.interference_per_fetch
+        if cost > self._spare:
+            return None
+        self._spare -= cost
         return Op(FETCH, band, (plane.part(column, column + 1),))
 
     def _planned_launches(self) -> _Timetable:
