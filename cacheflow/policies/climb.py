@@ -25,7 +25,8 @@ TRIED = 8  # columns that compute may take over when the first of them cannot go
 GAIN = 0.03  # share of the time that is left which splitting anew must save
 STEEP = 0.0016  # share of the time to first token that a slope may cost, see Climb._slope
 NARROWEST = 0.5  # columns that a slope leaves for the last layer at least, so that the suffix has a launch to be in
-EARLY = 0.001  # share of the time to first token that loads that come early may cost
+# Shares of the time to first token by which loads that come early may make launches wait, and hold up compute.
+EARLY, HELD_UP = 0.001, 0.01
 
 
 class _Timetable(NamedTuple):
@@ -54,7 +55,7 @@ class Climb(Launches):
         self.wave = wave
         self.overtaken = 0
         self._cut: set[int] = set()  # the first and the last layer of which something is loaded
-        self._spare = 0.0  # seconds that loads that come early may still cost
+        self._spare = self._spare_compute = 0.0  # seconds that loads that come early may still cost
         self._timetable: _Timetable | None = None  # None: to be looked at anew
         self._next_row = 0  # no layer below has anything to load
 
@@ -114,7 +115,7 @@ class Climb(Launches):
         if stairs is not None:
             self.tops = stairs.tops(count, self.plane.layers)
             self._slope(stairs, most)
-            self._spare = EARLY * stairs.seconds
+            self._spare, self._spare_compute = EARLY * stairs.seconds, HELD_UP * stairs.seconds
         self.cell_seconds = self.policy.link_seconds(1)
         if self.policy.hidden_tokens is not None:
             self.promised = sum([self.plane.request.width(c) for c, top in enumerate(self.tops) if top > 1])
@@ -194,6 +195,8 @@ class Climb(Launches):
         layers, count = plane.layers, plane.prefix_columns
         if self.windowed or self.stairs is None or layers < 3 or not self.begun:
             return None
+        if self._spare_compute < policy.costs.interference_per_fetch:
+            return None
         columns = (c for c in reversed(range(count)) if plane.unclaimed[c] and plane.available[c] and tops[c] < layers)
         column = next(columns, None)
         if column is None:
@@ -218,15 +221,13 @@ class Climb(Launches):
             if cells > 0:
                 landed += fixed + cell * cells
                 if landed + copy + copied * cells * (layer < layers - 1) > free + begins[layer]:
-                    if layer < band.stop - 1:
+                    if layer < band.stop - 1 or self._spare < fixed:
                         return None
                     late = True  # by the fixed cost
         if not band:
             return None
-        cost = fixed * late + costs.interference_per_fetch
-        if cost > self._spare:
-            return None
-        self._spare -= cost
+        self._spare -= fixed * late
+        self._spare_compute -= costs.interference_per_fetch
         return Op(FETCH, band, (plane.part(column, column + 1),))
 
     def _planned_launches(self) -> _Timetable:
