@@ -14,12 +14,12 @@ import numpy as np
 import torch
 
 from cacheflow.costs.base import Costs
-from cacheflow.costs.interference import measure_interference
 from cacheflow.costs.learned import Learned, this_machine
 from cacheflow.costs.measure import measure
 from cacheflow.costs.measured import Measured
 from cacheflow.devices import open_device
 from cacheflow.executor import Executor
+from cacheflow.interference import measure_interference
 from cacheflow.keys import model_fingerprint
 from cacheflow.lookup import Locator
 from cacheflow.pages import HiddenPool, PagePool

@@ -7,14 +7,22 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from cacheflow.costs.base import Costs, LayerWork, ModelShape, Span
-from cacheflow.costs.interference import Interference
 
 FORMAT = 1
+
+
+class Interference(NamedTuple):
+    """What ops take from each other, in seconds. launch: of a compute op, beyond its own work. fetch, byte: of a fetch
+    and its copy, from compute that runs meanwhile."""
+
+    launch: float
+    fetch: float
+    byte: float
 
 
 @dataclass(frozen=True)

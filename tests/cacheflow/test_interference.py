@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from cacheflow import bounds, policies
-from cacheflow.costs import interference
+from cacheflow import bounds, interference, policies
 from cacheflow.costs.learned import Learned
 from cacheflow.costs.roofline import GBPS, Roofline, device
 from cacheflow.op import COMPUTE, COPY, FETCH, Op, Part

@@ -8,10 +8,11 @@ import math
 import statistics
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from cacheflow.costs.measured import Interference
 from cacheflow.op import COMPUTE, FETCH, Op
 from cacheflow.plane import Plane
 from cacheflow.policies.layerwise_load import LayerwiseLoad
@@ -27,14 +28,6 @@ LAYER_SECONDS = 4e-3
 LOADED = 512  # tokens that are loaded, if a chunk is not longer
 PACE = 0.8  # of the time that compute has work, loads take
 ROUNDS = 5
-
-
-class Interference(NamedTuple):
-    """Seconds. launch: beyond a compute op's own work. fetch, byte: from compute that runs meanwhile."""
-
-    launch: float
-    fetch: float
-    byte: float
 
 
 class LayerByLayer(LayerwiseLoad):
