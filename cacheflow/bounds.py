@@ -26,7 +26,8 @@ def lower(requests: Sequence[Request], costs: Costs) -> float:
     """Seconds before which not all requests can have their first token; of one request, a lower bound of its TTFT.
 
     All requests are there at time 0. Of `costs` only what every op costs at least is used: marginals, fixed terms,
-    latency, and the language-model head for one token. Proof, for any schedule that the plane permits:
+    latency, interference per byte, and the language-model head for one token. Proof, for any schedule that the plane
+    permits:
 
     1. *Compute.* The suffix is projected at every layer and advanced through all but the last, where its last token
        is. A hole is projected at its needed layers and advanced through all layers below the highest of them. Of a

@@ -166,15 +166,18 @@ class Engine:
         """
         work = partial(measure, self.model, self.store, self.layout, max_tokens=max_tokens, progress=progress)
         # Where compute runs: its threads, and memory as its allocator has it.
-        self.costs = costs = work() if self._executor is None else self._executor.call(work)
+        alone = work() if self._executor is None else self._executor.call(work)
         progress("loads beside compute")
-        found = measure_interference(self._beside, self.model.max_positions, self.store, self.layout)
-        self.costs = costs = costs.with_interference(found)
+        windowed = any(self.model.config.windows)
+        found = measure_interference(
+            partial(self._beside, alone), self.model.max_positions, self.store, self.layout, windowed
+        )
+        self.costs = costs = alone.with_interference(found)
         if self._executor is not None:
             self._executor.costs = costs
         return costs
 
-    def _beside(self, store: Store, cache_tokens: int) -> Engine:
+    def _beside(self, costs: Costs, store: Store, cache_tokens: int) -> Engine:
         """An engine of the same model for something else, with pages and streams of its own."""
         return Engine(
             self.model,
@@ -182,7 +185,7 @@ class Engine:
             chunk_tokens=self.chunk_tokens,
             page_size=self.page_size,
             cache_tokens=cache_tokens,
-            costs=self.known_costs,
+            costs=costs,
             timeout=self._timeout,
         )
 

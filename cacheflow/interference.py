@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 SUFFIX = (64, 128, 256, 512, 1024, 2048)  # tokens that are computed; the first that take LAYER_SECONDS a layer
 LAYER_SECONDS = 4e-3
-LOADED = 512  # tokens that are loaded, if a chunk is not longer
+LOADED = 512  # tokens that are loaded: two chunks at least, so that bytes are told from fetches
 PACE = 0.8  # of the time that compute has work, loads take
 ROUNDS = 5
 
@@ -43,33 +43,34 @@ class LayerByLayer(LayerwiseLoad):
 
 
 def measure_interference(
-    make: Callable[[Store, int], Engine], positions: int, store: Store, layout: Layout
+    make: Callable[[Store, int], Engine], positions: int, store: Store, layout: Layout, windowed: bool
 ) -> Interference:
-    """Restore a text of which nothing, one chunk, and LOADED tokens are stored, with the suffix in a launch for every
+    """Restore a text of which nothing, one chunk, and several are stored, with the suffix in a launch for every
     layer beside a fetch for every layer, and in one launch when all is there: what the former take longer is what
     launches, fetches and bytes take. Medians of ROUNDS.
 
     make: an engine over a store, with pages for so many tokens. positions: of the model, at most.
+    windowed: whether it has sliding windows, so that not all that is stored is loaded; nothing is measured then.
     layout: of a stored chunk. Chunks are written to the store, and deleted; where that cannot be, nothing is assumed to
     interfere.
     """
-    if layout.layers == 1 or layout.tokens + SUFFIX[0] > positions:
+    chunks = min(max(2, LOADED // layout.tokens), (positions - SUFFIX[0]) // layout.tokens)
+    chunks = min(chunks, layout.layers)  # a layer of them in one fetch
+    if layout.layers == 1 or chunks < 2 or windowed:
         return Interference(0.0, 0.0, 0.0)  # nothing to tell by
     kept = _Remembers(store.store if isinstance(store, Link) else store)
-    chunks = max(1, min(LOADED, positions - SUFFIX[0]) // layout.tokens)
-    chunks = min(chunks, layout.layers)  # a layer of them in one fetch
     most = min(positions, chunks * layout.tokens + SUFFIX[-1])
     try:
         with make(Link(kept, gbps=math.inf), most) as engine:
             excess = _Bench(engine, layout, chunks, most).excess()
-    except _NotLoadedError as error:
+    except (_NotLoadedError, RuntimeError) as error:  # of these, what a device without room for it raises
         warnings.warn(f"what loads take from compute could not be timed ({error}); none is assumed", stacklevel=2)
         return Interference(0.0, 0.0, 0.0)
     finally:
         with contextlib.suppress(Exception):
             kept.delete(kept.written)
     launch = max(0.0, excess[0])
-    cells = max(0.0, (excess[chunks] - excess[1]) / (chunks - 1)) if chunks > 1 else 0.0
+    cells = max(0.0, (excess[chunks] - excess[1]) / (chunks - 1))
     return Interference(launch, max(0.0, excess[1] - launch - cells), cells * layout.layers / layout.nbytes)
 
 
@@ -124,8 +125,10 @@ class _Remembers(StoreWrapper):
         self.written: list[str] = []
 
     def write(self, key: str, layout: Layout, payload: Buffer | bytes) -> WriteResult:
-        self.written.append(key)
-        return self.store.write(key, layout, payload)
+        result = self.store.write(key, layout, payload)
+        if result.ok and result.reason is None:  # not what was there before
+            self.written.append(key)
+        return result
 
 
 class _NotLoadedError(Exception):

@@ -123,7 +123,7 @@ class Loop:
         if done.failures:
             arrived = Op(op.kind, op.layers, _without(op.parts, [part for part, _ in done.failures]))
         if arrived.parts:
-            self.policy.finished(arrived, seconds)
+            self.policy.finished(arrived, seconds, done.end)
             if op.kind == FETCH:
                 self._submit(arrived.of(COPY), done)
         if op.kind == COMPUTE:

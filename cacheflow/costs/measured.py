@@ -13,7 +13,7 @@ import numpy as np
 
 from cacheflow.costs.base import Costs, LayerWork, ModelShape, Span
 
-FORMAT = 1
+FORMAT = 2
 
 
 class Interference(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import accumulate
 from typing import ClassVar
@@ -13,6 +14,7 @@ from cacheflow.plane import EMPTY, Plane
 
 LINK = "link"
 KINDS = {"compute": COMPUTE, LINK: FETCH}
+REMEMBERED = 64  # fetches, of those that ended while a compute op ran
 RESOURCES = {kind: resource for resource, kind in KINDS.items()}
 
 
@@ -51,7 +53,8 @@ class Policy(ABC):
         self.planes: dict[str, Plane] = {}
         self._free = dict.fromkeys(KINDS, 0.0)
         self._queued: dict[str, list[tuple[Op, float]]] = {resource: [] for resource in KINDS}
-        self._held_up = 0.0  # seconds by which fetches that ended have held up the compute op that runs
+        # When the last fetches ended, and by how many seconds they held up what computed then.
+        self._fetched: deque[tuple[float, float]] = deque(maxlen=REMEMBERED)
 
     # The protocol
 
@@ -83,8 +86,11 @@ class Policy(ABC):
         queued.append((op, seconds))
         return op
 
-    def finished(self, op: Op, seconds: float) -> None:
-        """An op, or the part of a fetch that did not fail, ended after `seconds` on its resource."""
+    def finished(self, op: Op, seconds: float, ended: float | None = None) -> None:
+        """An op, or the part of a fetch that did not fail, ended after `seconds` on its resource.
+
+        ended: when, on the clock of `next`; None: it is not known what ran beside it.
+        """
         for part in op.parts:
             plane = self.planes[part.request]
             if op.kind == FETCH:
@@ -92,15 +98,15 @@ class Policy(ABC):
             else:
                 plane.finished(op.kind, op.layers, part)
         if self._ended(op, seconds) or op.kind == COPY:  # of a fetch that failed in part, the seconds are no measure
-            self.observe(op, self._undisturbed(op, seconds))
+            held_up = 0.0 if ended is None else self._interference(op, ended - seconds, ended)
+            if held_up < seconds / 2:  # else it tells nothing of itself
+                self.observe(op, seconds - held_up)
 
-    def _undisturbed(self, op: Op, seconds: float) -> float:
-        """What an op that ended would have taken without the fetches that ended meanwhile; half of it at least."""
-        if op.kind == FETCH and self._queued["compute"]:
-            self._held_up += self.costs.interference(op.tokens * len(op.layers))
-        if op.kind == COMPUTE:
-            seconds, self._held_up = max(seconds - self._held_up, seconds / 2), 0.0
-        return seconds
+    def _interference(self, op: Op, start: float, ended: float) -> float:
+        """Seconds by which the fetches that ended meanwhile held up a compute op."""
+        if op.kind == FETCH and (seconds := self.costs.interference(op.tokens * len(op.layers))):
+            self._fetched.append((ended, seconds))
+        return sum([seconds for when, seconds in self._fetched if start < when < ended]) if op.kind == COMPUTE else 0.0
 
     def failed(self, op: Op, reason: str) -> None:
         """A fetch, or the part of it that is given, ended without data: recompute what it was for."""

@@ -117,10 +117,14 @@ class Climb(Launches):
             self._slope(stairs, most)
             self._spare, self._spare_compute = EARLY * stairs.seconds, HELD_UP * stairs.seconds
         self.cell_seconds = self.policy.link_seconds(1)
-        if self.policy.hidden_tokens is not None:
-            self.promised = sum([self.plane.request.width(c) for c, top in enumerate(self.tops) if top > 1])
+        self._promise()
         self._cut = {min(self.tops, default=0), self.plane.layers - 1}
         self.changed()
+
+    def _promise(self) -> None:
+        """Keep the tokens of all columns that compute takes beyond the first layer from other requests."""
+        if self.policy.hidden_tokens is not None:
+            self.promised = sum([self.plane.request.width(c) for c, top in enumerate(self.tops or ()) if top > 1])
 
     def _slope(self, stairs: Stairs, most: int) -> None:
         """Let the number of columns fall from layer to layer, and be what it was in the mean.
@@ -148,6 +152,9 @@ class Climb(Launches):
         if reach < 0.5:
             return
         mean -= pairs * reach**2 / (compute + load) / steps
+        reach = min(reach, mean - NARROWEST)
+        if reach < 0.5:
+            return
         low, high = mean - reach, mean + reach
         begin, end = math.floor(low), min(math.ceil(high), len(stored))
         sloped = np.arange(begin + 1, end + 1)
@@ -210,7 +217,7 @@ class Climb(Launches):
         most = max(1, min(half, policy.staging_cells // plane.request.width(column)) if policy.staging_cells else half)
         band = plane.loadable_band(column)
         band = range(max(band.start, band.stop - most, tops[column]), band.stop)
-        cell, fixed = policy.slowdown * costs.load_seconds(1) * width, costs.fixed(FETCH)
+        cell, fixed = policy.link_seconds(1) * width, costs.fixed(FETCH)
         copied, copy = width * costs.shape.cell_bytes / costs.copy_bandwidth, costs.fixed(COPY)
         free = policy.free_at("compute", now) - now - begins[max(self.layer, plane.height[0])]
         landed = policy.link_busy(now) + fixed + cell * len(band)
@@ -255,12 +262,13 @@ class Climb(Launches):
         plane, policy, tops = self.plane, self.policy, self.tops
         if self.windowed or tops is None:
             return
-        layers, cell = plane.layers, policy.pace(now) * policy.costs.load_seconds(1)
+        layers, slower = plane.layers, policy.compute_pace
+        cell = self.cell_seconds = policy.pace(now) * policy.costs.load_seconds(1)
         empty = dict[int, list[int]]()  # layers to load, by column
         for c in range(plane.prefix_columns):
             if plane.available[c] and plane.unclaimed[c] and tops[c] < layers:
                 empty[c] = [layer for layer in range(tops[c], layers) if plane.state[layer][c] == EMPTY]
-        compute = policy.free_at("compute", now) - now + self._compute_seconds()
+        compute = policy.free_at("compute", now) - now + slower * self._compute_seconds()
         link = policy.link_busy(now) + cell * sum([plane.request.width(c) * len(empty[c]) for c in empty])
         soonest = before = max(compute, link)
         taken, room = dict[int, int](), policy.hidden_room()
@@ -269,7 +277,7 @@ class Climb(Launches):
             room -= 0 if plane.holds(c) else part.tokens
             if room < 0:
                 break
-            climb = policy.costs.seconds(Op(COMPUTE, range(height, layers), (part,))) / (layers - height)
+            climb = slower * policy.costs.seconds(Op(COMPUTE, range(height, layers), (part,))) / (layers - height)
             ends = [
                 max(compute + climb * (layer + 1 - height), link - cell * part.tokens * count)
                 for count, layer in enumerate(empty[c], 1)
@@ -285,6 +293,7 @@ class Climb(Launches):
         if soonest < (1 - GAIN) * before:
             for c, top in taken.items():
                 tops[c] = top
+            self._promise()
             self.changed()
 
     def _compute_seconds(self) -> float:
@@ -348,6 +357,7 @@ class Climb(Launches):
             if taken is not None:
                 first, last = plane.columns_of(taken.parts[0])
                 tops[first:last] = [plane.layers] * (last - first)
+                self._promise()
                 self.changed()
                 return taken
         return None

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import statistics
+from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
-from cacheflow.op import COMPUTE, FETCH, Op
+from cacheflow.op import COMPUTE, FETCH, Kind, Op
 from cacheflow.plane import Plane
-from cacheflow.policies.base import LINK, Policy
+from cacheflow.policies.base import LINK, RESOURCES, Policy
 from cacheflow.policies.climb import Climb
 from cacheflow.policies.stairs import plan_batch
 
 OVERTAKEN = 16  # requests that came later and end before one; after that it goes first
 SLOWER = 1.1  # times as slow as planned with is the link from which on what is left is split anew; a guess
-MEMORY = 0.7  # share of what is known of the link's speed that one more fetch leaves in place; a guess
+RECENT, ASKED = 8, 3  # ops that are looked back at, and of which, the last large ones, the median counts; guesses
 
 
 class Pipelined(Policy):
@@ -35,7 +38,9 @@ class Pipelined(Policy):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.slowdown = 1.0  # of the link against its estimates
+        # Seconds and estimates of the last ops of a kind, see _unit; and how many times its estimate one takes.
+        self._ran: dict[Kind, deque[tuple[float, float]]] = {kind: deque(maxlen=RECENT) for kind in (COMPUTE, FETCH)}
+        self._paces: dict[Kind, float] = dict.fromkeys(self._ran, 1.0)
         self._head: Op | None = None  # the fetch that runs
         self._since = 0.0  # when it was first seen to
         self._climbs: dict[str, Climb] = {}
@@ -58,14 +63,14 @@ class Pipelined(Policy):
         for climb in self._climbs.values():
             climb.overtaken += gone.plane.done and climb.wave < gone.wave
 
-    def finished(self, op: Op, seconds: float) -> None:
-        estimate, cell = (self.costs.seconds(op), self.costs.load_seconds(1)) if op.kind == FETCH else (0.0, 0.0)
-        super().finished(op, seconds)
-        if estimate > 0:
-            memory = MEMORY ** max(1.0, seconds / estimate)
-            self.slowdown = memory * self.slowdown + (1 - memory) * seconds / estimate
-            if cell > 0:
-                self.slowdown *= cell / self.costs.load_seconds(1)  # costs that learn know of it from here on
+    def finished(self, op: Op, seconds: float, ended: float | None = None) -> None:
+        queued = self._queued[RESOURCES[op.kind]] if op.kind in RESOURCES else []
+        # Of a fetch that failed in part, the seconds are no measure.
+        estimate, unit = next((estimate for other, estimate in queued if other is op), 0.0), self._unit(op.kind)
+        super().finished(op, seconds, ended)
+        if estimate > 0 and unit > 0:
+            self._ran[op.kind].append((seconds, estimate / unit))
+            self._paces[op.kind] = _pace(self._ran[op.kind], self._unit(op.kind))
         for request in op.requests if op.kind != COMPUTE else ():
             copying = self._climbs[request].copying
             (copying.update if op.kind == FETCH else copying.subtract)(op.layers)
@@ -158,17 +163,29 @@ class Pipelined(Policy):
 
     def link_seconds(self, cells: int) -> float:
         """What moving so many (token, layer) pairs takes, by what the link was seen to do."""
-        return self.slowdown * self.costs.load_seconds(cells)
+        return self._paces[FETCH] * self.costs.load_seconds(cells)
+
+    @property
+    def compute_pace(self) -> float:
+        """How many times its estimate a compute op takes, as others did."""
+        return self._paces[COMPUTE]
 
     def pace(self, now: float) -> float:
-        """How many times its estimate a fetch takes: as others did, or as the one that runs has already."""
-        head, estimate = self._queued[LINK][0] if self._queued[LINK] else (None, 0.0)
+        """How many times its estimate a fetch takes: as others did, and as the one that runs has already."""
+        head, _ = self._queued[LINK][0] if self._queued[LINK] else (None, 0.0)
         if head is not self._head:
             self._head, self._since = head, now
+        if head is None or not (estimate := self.costs.seconds(head)):
+            return self._paces[FETCH]
         taken = now - self._since - self.costs.latency
-        if head is None or taken <= estimate or not (estimate := self.costs.seconds(head)):
-            return self.slowdown
-        return max(self.slowdown, taken / estimate)
+        if taken <= estimate:
+            return self._paces[FETCH]
+        unit = self._unit(FETCH)
+        return max(self._paces[FETCH], _pace([*self._ran[FETCH], (taken, estimate / unit)], unit)) if unit else 1.0
+
+    def _unit(self, kind: Kind) -> float:
+        """What estimates are counted in: of fetches what a cell takes, which costs that learn change meanwhile."""
+        return self.costs.load_seconds(1) if kind == FETCH else 1.0
 
     def link_busy(self, now: float) -> float:
         """Estimated seconds until what is in flight on the link has landed."""
@@ -179,8 +196,10 @@ class Pipelined(Policy):
 
     def _rebalance(self, order: list[Climb], now: float) -> None:
         """Where the link is slower than planned with, split anew what is left of the first."""
-        if order and self.pace(now) * self.costs.load_seconds(1) > SLOWER * order[0].cell_seconds:
-            order[0].rebalance(now)
+        if order:
+            slower = self.pace(now) / max(1.0, self.compute_pace)
+            if slower * self.costs.load_seconds(1) > SLOWER * order[0].cell_seconds:
+                order[0].rebalance(now)
 
     def hidden_room(self) -> float:
         """Tokens whose hidden states may be kept besides those that are, or will be as planned."""
@@ -219,6 +238,17 @@ class Worst(Pipelined):
     @staticmethod
     def objective(mean: float, last: float) -> float:
         return last
+
+
+def _pace(ran: Iterable[tuple[float, float]], unit: float) -> float:
+    """How many times its estimate an op takes, by seconds and estimates, in units, of the latest: the median of the
+    last ASKED that are no less than half of the largest. So neither one outlier counts, nor what every small op loses.
+    """
+    ran = list(ran)
+    half = max(estimate for _, estimate in ran) / 2
+    ratios = [seconds / (estimate * unit) for seconds, estimate in ran if estimate >= half][-ASKED:] if unit else []
+    pace = statistics.median([1.0] * (ASKED - len(ratios)) + ratios)
+    return pace if abs(pace - 1) > 1e-9 else 1.0
 
 
 def _rank(climbs: list[Climb], now: float) -> list[Climb]:

@@ -152,10 +152,13 @@ def test_exact_search_refuses_it() -> None:
         bounds.exact([Request.of("a", prefix=8, suffix=1, chunk=8, layers=4)], COSTS)
 
 
+@pytest.mark.parametrize("copies", [45e9, 2e9])  # bytes/s; slow ones make compute wait
 @pytest.mark.parametrize("name", [name for name in policies.available() if name != "recompute"])
-def test_what_is_learned_of_compute_is_without_it(name) -> None:
+def test_what_is_learned_of_compute_is_without_it(name, copies) -> None:
     """Held up by a fifth and more, ops are learned to take what they take alone."""
     truth, learned = held_up(300e-6, 2e-11), Learned(held_up(300e-6, 2e-11))
+    truth.copy_bandwidth = learned.undisturbed.copy_bandwidth = copies
+    learned.refresh()
     for _ in range(4):
         policy = policies.find(name)(learned, staging_cells=STAGING)
         policy.observe = learned.observe
