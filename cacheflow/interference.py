@@ -45,14 +45,13 @@ class LayerByLayer(LayerwiseLoad):
 def measure_interference(
     make: Callable[[Store, int], Engine], positions: int, store: Store, layout: Layout, windowed: bool
 ) -> Interference:
-    """Restore a text of which nothing, one chunk, and several are stored, with the suffix in a launch for every
-    layer beside a fetch for every layer, and in one launch when all is there: what the former take longer is what
-    launches, fetches and bytes take. Medians of ROUNDS.
+    """Restore a text of which nothing, one chunk, and several are stored, with the suffix in a launch for every layer
+    beside a fetch for every layer, and in one launch when all is there: what the former take longer is what launches,
+    fetches and bytes take. Medians of ROUNDS.
 
-    make: an engine over a store, with pages for so many tokens. positions: of the model, at most.
-    windowed: whether it has sliding windows, so that not all that is stored is loaded; nothing is measured then.
-    layout: of a stored chunk. Chunks are written to the store, and deleted; where that cannot be, nothing is assumed to
-    interfere.
+    make: an engine over a store, with pages for so many tokens. positions: of the model, at most. layout: of a stored
+    chunk. windowed: whether the model has sliding windows, so that not all that is stored is loaded; nothing is
+    measured then. Chunks are written to the store, and deleted; where that cannot be, nothing is assumed to interfere.
     """
     chunks = min(max(2, LOADED // layout.tokens), (positions - SUFFIX[0]) // layout.tokens)
     chunks = min(chunks, layout.layers)  # a layer of them in one fetch
@@ -96,7 +95,8 @@ class _Bench:
             for count in counts:
                 alone = self._seconds(count, layer_by_layer=False)
                 beside = self._seconds(count, layer_by_layer=True, within=PACE * alone * self.layout.layers)
-                found[count].append(beside - alone)
+                # The first launch is made, and the first fetch ends, when nothing else runs.
+                found[count].append((beside - alone) * self.layout.layers / (self.layout.layers - 1))
         return {count: statistics.median(seconds) for count, seconds in found.items()}
 
     def _seconds(

@@ -302,7 +302,7 @@ def test_a_slope_leaves_the_suffix_a_launch_to_be_in(gbps, chunk):
             assert planned.columns == 0 or tops[0] >= LLAMA.layers / 2
 
 
-def test_planning_does_not_grow_with_the_prefix():
+def test_planning_grows_more_slowly_than_the_prefix():
     """In launches whose cost is asked for."""
     calls: list[int] = []
     for prefix in (8192, 131072):
