@@ -168,9 +168,9 @@ def test_the_command(toy, capsys):
     report = json.loads(capsys.readouterr().out)
     settings = bench.draw(6, ["pipelined", "load"], 0)[2:]
     assert [run["prefix"] for run in report["runs"]] == [setting.prefix for setting in settings]
-    assert {(row["policy"], row["what"]) for row in report["errors"] if row["costs"] == LEARNED} == {
-        (policy, what) for policy in ("pipelined", "load") for what in (bench.TTFT, COMPUTE, FETCH)
-    }
+    found = {(row["policy"], row["what"]) for row in report["errors"] if row["costs"] == LEARNED}
+    every = {(policy, what) for policy in ("pipelined", "load") for what in (bench.TTFT, COMPUTE, FETCH)}
+    assert found | {("pipelined", FETCH)} == every  # whether it pays to load at all is for the machine to say
     ttft = next(row for row in report["errors"] if row["what"] == bench.TTFT)
     own = [abs(r["predicted"][MEASURED] / r["ttft"] - 1) for r in report["runs"] if r["policy"] == "pipelined"]
     assert (ttft["count"], ttft["worst"]) == (2, max(own))
