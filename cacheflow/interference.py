@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from cacheflow.costs.measured import Interference
 from cacheflow.op import COMPUTE, FETCH, Op
@@ -62,7 +63,7 @@ def measure_interference(
     try:
         with make(Link(kept, gbps=math.inf), most) as engine:
             excess = _Bench(engine, layout, chunks, most).excess()
-    except (_NotLoadedError, RuntimeError) as error:  # of these, what a device without room for it raises
+    except (_NotLoadedError, torch.OutOfMemoryError) as error:  # a GPU may have no room for a second engine
         warnings.warn(f"what loads take from compute could not be timed ({error}); none is assumed", stacklevel=2)
         return Interference(0.0, 0.0, 0.0)
     finally:

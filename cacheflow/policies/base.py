@@ -49,7 +49,7 @@ class Policy(ABC):
         self.token_budget = token_budget
         self.hidden_tokens = hidden_tokens
         self.staging_cells = staging_cells
-        self.observe: Callable[[Op, float], object] = lambda op, seconds: None  # told of every op that ran whole
+        self.observe: Callable[[Op, float], object] = lambda op, seconds: None  # told of ops that ran whole
         self.planes: dict[str, Plane] = {}
         self._free = dict.fromkeys(KINDS, 0.0)
         self._queued: dict[str, list[tuple[Op, float]]] = {resource: [] for resource in KINDS}
@@ -99,7 +99,7 @@ class Policy(ABC):
                 plane.finished(op.kind, op.layers, part)
         if self._ended(op, seconds) or op.kind == COPY:  # of a fetch that failed in part, the seconds are no measure
             held_up = 0.0 if ended is None else self._interference(op, ended - seconds, ended)
-            if held_up < seconds / 2:  # else it tells nothing of itself
+            if held_up <= seconds / 2:  # else it tells nothing of itself
                 self.observe(op, seconds - held_up)
 
     def _interference(self, op: Op, start: float, ended: float) -> float:

@@ -226,6 +226,24 @@ def test_a_store_that_loads_nothing_is_no_measure(make_engine, scripted) -> None
     assert not objects(store)
 
 
+def test_a_mistake_is_no_lack_of_room(make_engine, monkeypatch) -> None:
+    """Only what a GPU without room raises is passed over."""
+
+    def full(self: Any) -> dict[int, float]:
+        raise torch.OutOfMemoryError("full")
+
+    def wrong(self: Any) -> dict[int, float]:
+        raise RuntimeError("stuck")
+
+    monkeypatch.setattr("cacheflow.costs.measure.REPEATS", (1, 1))
+    monkeypatch.setattr(interference._Bench, "excess", full)
+    with pytest.warns(UserWarning, match="could not be timed"):
+        assert make_engine(costs=None).measure(max_tokens=16).interference(8) == 0
+    monkeypatch.setattr(interference._Bench, "excess", wrong)
+    with pytest.raises(RuntimeError, match="stuck"):
+        make_engine(costs=None).measure(max_tokens=16)
+
+
 @pytest.mark.parametrize(("family", "positions"), [("llama-1-layer", 512), ("llama", 8)])
 def test_a_model_with_nothing_to_tell_by_is_left_alone(make_engine, scripted, family, positions) -> None:
     shape = config(family, max_position_embeddings=positions)
