@@ -134,12 +134,12 @@ class Plane:
         b = self.request.boundaries
         return Part(self.request.id, b[first], b[last], project, advance)
 
-    def parts(self, columns: Iterable[int]) -> tuple[Part, ...]:
+    def parts(self, columns: Iterable[int], *, advance: bool = True) -> tuple[Part, ...]:
         """Columns in any order as parts of an op, ascending and neighbours joined."""
         ordered = sorted(columns)
         gaps = [i for i, (left, right) in enumerate(pairwise(ordered), 1) if right != left + 1]
         runs = zip([0, *gaps], [*gaps, len(ordered)], strict=True) if ordered else ()
-        return tuple([self.part(ordered[start], ordered[stop - 1] + 1) for start, stop in runs])
+        return tuple([self.part(ordered[start], ordered[stop - 1] + 1, advance=advance) for start, stop in runs])
 
     def columns_of(self, part: Part) -> tuple[int, int]:
         """The columns [first, last) of a part."""

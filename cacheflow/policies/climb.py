@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable
 from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
@@ -21,9 +20,8 @@ from cacheflow.policies.stairs import Planner, Stairs
 if TYPE_CHECKING:
     from cacheflow.policies.pipelined import Pipelined
 
-TRIED = 8  # columns that compute may take over when the first of them cannot go
-GAIN = 0.03  # share of the time that is left which splitting anew must save
-STEEP = 0.0016  # share of the time to first token that a slope may cost, see Climb._slope
+GAIN = 0.02  # share of the time that is left which splitting anew must save
+STEEP = 0.003  # share of the time to first token that a slope may cost, see Climb._slope
 NARROWEST = 0.5  # columns that a slope leaves for the last layer at least, so that the suffix has a launch to be in
 # Shares of the time to first token by which loads that come early may make launches wait, and hold up compute.
 EARLY, HELD_UP = 0.001, 0.01
@@ -41,7 +39,8 @@ class Climb(Launches):
     """A request on its way up, and what it is to load.
 
     alone: seconds to its first token, were it the only request. promised: tokens whose hidden states it may keep.
-    cell_seconds: of the link per (token, layer) pair, as planned with.
+    cell_seconds: of the link per (token, layer) pair, as planned with. row: tokens of a layer that are loaded, as
+    planned, in the mean.
     wave: when it came. overtaken: by how many that came later.
     """
 
@@ -52,6 +51,7 @@ class Climb(Launches):
         self._due: float | None = None
         self.promised = 0
         self.cell_seconds = float("inf")
+        self.row = 0.0
         self.wave = wave
         self.overtaken = 0
         self._cut: set[int] = set()  # the first and the last layer of which something is loaded
@@ -116,7 +116,8 @@ class Climb(Launches):
             self.tops = stairs.tops(count, self.plane.layers)
             self._slope(stairs, most)
             self._spare, self._spare_compute = EARLY * stairs.seconds, HELD_UP * stairs.seconds
-        self.cell_seconds = self.policy.link_seconds(1)
+        self.cell_seconds, width = self.policy.link_seconds(1), self.plane.request.width
+        self.row = sum([width(c) * (self.plane.layers - top) for c, top in enumerate(self.tops)]) / self.plane.layers
         self._promise()
         self._cut = {min(self.tops, default=0), self.plane.layers - 1}
         self.changed()
@@ -186,8 +187,8 @@ class Climb(Launches):
         for layer in range(self._next_row, plane.layers):
             row = [c for c in range(plane.prefix_columns) if tops[c] <= layer]
             if layer in self._cut and row:
-                pieces = self.planner.pieces(row[0])
-                row = plane.loadable_columns(row, layer)[: -(-len(row) // pieces)]
+                stored, pieces = sum([plane.available[c] for c in row]), self.planner.pieces(row[0])
+                row = plane.loadable_columns(row, layer)[: -(-stored // pieces)]
             op = self.policy.fetch_row(plane, layer, row)
             if op is not None:
                 return op
@@ -256,61 +257,84 @@ class Climb(Launches):
 
     # Where estimates were wrong
 
-    def rebalance(self, now: float) -> None:
+    def rebalance(self, now: float, ahead: tuple[float, float] = (0.0, 0.0)) -> bool:
         """Have the first of the columns that were to be loaded computed: as many, and of one more as many layers, as
-        let both sides end soonest."""
+        let both sides end soonest. Whether that changes anything.
+
+        ahead: seconds of compute and of the link that others take before."""
         plane, policy, tops = self.plane, self.policy, self.tops
         if self.windowed or tops is None:
-            return
-        layers, slower = plane.layers, policy.compute_pace
-        cell = self.cell_seconds = policy.pace(now) * policy.costs.load_seconds(1)
-        empty = dict[int, list[int]]()  # layers to load, by column
-        for c in range(plane.prefix_columns):
-            if plane.available[c] and plane.unclaimed[c] and tops[c] < layers:
-                empty[c] = [layer for layer in range(tops[c], layers) if plane.state[layer][c] == EMPTY]
-        compute = policy.free_at("compute", now) - now + slower * self._compute_seconds()
-        link = policy.link_busy(now) + cell * sum([plane.request.width(c) * len(empty[c]) for c in empty])
+            return False
+        slower, cell = policy.compute_pace, policy.pace(now) * policy.costs.load_seconds(1)
+        self.cell_seconds, empty = cell, self._to_load()
+        front, suffix = self.layer, plane.part(plane.prefix_columns, plane.columns)
+        others = (*plane.parts(c for c in range(plane.prefix_columns) if tops[c] > front), suffix)
+        launch = policy.costs.seconds(Op(COMPUTE, range(1), others))
+        compute, link = (busy + seconds for busy, seconds in zip(ahead, self.still(now), strict=True))
+        compute += policy.free_at("compute", now) - now
+        link += policy.link_busy(now)
         soonest = before = max(compute, link)
         taken, room = dict[int, int](), policy.hidden_room()
-        for c in [c for c, cells in empty.items() if cells]:
-            part, height = plane.part(c, c + 1, advance=False), plane.height[c]
+        for c in empty:
+            part, height = plane.part(c, c + 1), plane.height[c]
             room -= 0 if plane.holds(c) else part.tokens
             if room < 0:
                 break
-            climb = slower * policy.costs.seconds(Op(COMPUTE, range(height, layers), (part,))) / (layers - height)
-            ends = [
-                max(compute + climb * (layer + 1 - height), link - cell * part.tokens * count)
-                for count, layer in enumerate(empty[c], 1)
-            ]
+            # Up to where the suffix stands a climb of its own, from there on in others' launches.
+            up = plane.part(c, c + 1, project=False)
+            alone = policy.costs.seconds(Op(COMPUTE, range(height, front), (up,))) if height < front >= tops[c] else 0.0
+            beside = policy.costs.seconds(Op(COMPUTE, range(1), (part, *others))) - launch
+            begin = max(height, front, tops[c])
+            climbs = [slower * (alone + beside * max(0, layer + 1 - begin)) for layer in empty[c]]
+            ends = [max(compute + climb, link - cell * part.tokens * count) for count, climb in enumerate(climbs, 1)]
             least = min(ends)
             if least >= soonest:
                 break
             soonest, taken[c] = least, empty[c][ends.index(least)] + 1
-            compute += climb * (layers - height)
+            compute += climbs[-1]
             link -= cell * part.tokens * len(empty[c])
             if taken[c] <= empty[c][-1]:
                 break
-        if soonest < (1 - GAIN) * before:
-            for c, top in taken.items():
-                tops[c] = top
-            self._promise()
-            self.changed()
+        if soonest >= (1 - GAIN) * before:
+            return False
+        for c, top in taken.items():
+            tops[c] = top
+        self._promise()
+        self.changed()
+        return True
+
+    def still(self, now: float) -> tuple[float, float]:
+        """About how many seconds of compute and of the link its plan still takes, what is in flight left out."""
+        policy, width = self.policy, self.plane.request.width
+        cells = sum([width(c) * len(layers) for c, layers in self._to_load().items()])
+        link = policy.pace(now) * policy.costs.load_seconds(cells)
+        return policy.compute_pace * self._compute_seconds(), link
+
+    def _to_load(self) -> dict[int, list[int]]:
+        """The layers at which cells are still to be loaded, of every column that has some."""
+        plane, tops, layers = self.plane, self.tops, dict[int, list[int]]()
+        assert tops is not None
+        for c in range(plane.prefix_columns):
+            if plane.available[c] and plane.unclaimed[c] and tops[c] < plane.layers:
+                layers[c] = [layer for layer in range(tops[c], plane.layers) if plane.state[layer][c] == EMPTY]
+        return {c: empty for c, empty in layers.items() if empty}
 
     def _compute_seconds(self) -> float:
         """About what compute takes for all that is planned."""
-        plane, costs, tops = self.plane, self.policy.costs, self.tops
-        assert tops is not None
-        front, count = self.layer, plane.prefix_columns
-        suffix = plane.part(count, plane.columns)
-        seconds, below = 0.0, front
+        plane, costs, front = self.plane, self.policy.costs, self.layer
+        count = plane.prefix_columns
+        tops = [top if plane.available[c] else plane.top(c) for c, top in enumerate(self.tops or ())]
+        suffix, seconds, below = plane.part(count, plane.columns), 0.0, front
         for top in sorted({plane.layers, *(t for t in tops if t > front)}):
-            columns = [c for c in range(count) if tops[c] >= top]
-            seconds += costs.seconds(Op(COMPUTE, range(below, top), (*plane.parts(columns), suffix)))
+            parts = plane.parts([c for c in range(count) if tops[c] > top])
+            parts += plane.parts([c for c in range(count) if tops[c] == top], advance=False)
+            seconds += costs.seconds(Op(COMPUTE, range(below, top), (*parts, suffix)))
             seconds += (top - below - 1) * costs.fixed(COMPUTE)
             below = top
         for c in range(count):
             if tops[c] > front > plane.height[c]:
-                seconds += costs.seconds(Op(COMPUTE, range(plane.height[c], front), (plane.part(c, c + 1),)))
+                up = plane.part(c, c + 1, project=False)
+                seconds += costs.seconds(Op(COMPUTE, range(plane.height[c], front), (up,)))
         return seconds
 
     def relieve(self, now: float) -> Op | None:
@@ -331,38 +355,3 @@ class Climb(Launches):
         tops[column] = layer
         self.changed()
         return policy.fetch_row(plane, layer, [column])
-
-    def take_over(self, now: float) -> Op | None:
-        """A climb of columns that were to be loaded, where compute has nothing else to do and the link is behind: the
-        leftmost that can, as many as compute brings sooner than the link."""
-        plane, policy, tops = self.plane, self.policy, self.tops
-        open_to_it = [c for c in range(plane.prefix_columns) if plane.available[c] and plane.unclaimed[c]]
-        if self.windowed or not open_to_it:
-            return None
-        assert tops is not None
-        left = self._load_seconds(open_to_it)
-        for column in open_to_it[:TRIED]:
-            taken: Op | None = None
-            for last in (column + count for count in (1, 2, 4, 8) if column + count <= plane.prefix_columns):
-                op = plane.climb(column, policy.token_budget, last)
-                if op is None or policy.hidden_left() < op.tokens:
-                    break
-                columns = range(*plane.columns_of(op.parts[0]))
-                band = range(op.layers.start, plane.layers)
-                part = plane.part(columns.start, columns.stop, advance=False)
-                ends = policy.free_at(LINK, now) - now + left - self._load_seconds(columns)
-                if len(columns) < last - column or policy.costs.seconds(Op(COMPUTE, band, (part,))) >= ends:
-                    break
-                taken = op
-            if taken is not None:
-                first, last = plane.columns_of(taken.parts[0])
-                tops[first:last] = [plane.layers] * (last - first)
-                self._promise()
-                self.changed()
-                return taken
-        return None
-
-    def _load_seconds(self, columns: Iterable[int]) -> float:
-        """What the link takes for the cells of columns that nobody has begun to fill."""
-        plane = self.plane
-        return self.policy.link_seconds(sum(plane.request.width(c) * plane.unclaimed[c] for c in columns))

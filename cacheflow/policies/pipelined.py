@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Iterable
 from typing import Any
 
 from cacheflow.op import COMPUTE, FETCH, Kind, Op
@@ -41,6 +40,7 @@ class Pipelined(Policy):
         # Seconds and estimates of the last ops of a kind, see _unit; and how many times its estimate one takes.
         self._ran: dict[Kind, deque[tuple[float, float]]] = {kind: deque(maxlen=RECENT) for kind in (COMPUTE, FETCH)}
         self._paces: dict[Kind, float] = dict.fromkeys(self._ran, 1.0)
+        self._row = 0.0  # tokens of a layer that are loaded, of the request that goes first
         self._head: Op | None = None  # the fetch that runs
         self._since = 0.0  # when it was first seen to
         self._climbs: dict[str, Climb] = {}
@@ -70,7 +70,7 @@ class Pipelined(Policy):
         super().finished(op, seconds, ended)
         if estimate > 0 and unit > 0:
             self._ran[op.kind].append((seconds, estimate / unit))
-            self._paces[op.kind] = _pace(self._ran[op.kind], self._unit(op.kind))
+            self._paces[op.kind] = self._pace(op.kind)
         for request in op.requests if op.kind != COMPUTE else ():
             copying = self._climbs[request].copying
             (copying.update if op.kind == FETCH else copying.subtract)(op.layers)
@@ -98,7 +98,13 @@ class Pipelined(Policy):
         # The first was asked for whatever it has; others may have what only takes too long.
         if self._queued["compute"] or any(climb.next_compute(now, float("inf")) for climb in order[1:]):
             return None
-        return next(filter(None, (climb.take_over(now) for climb in order)), None)
+        ahead = 0.0, 0.0
+        for climb in order:
+            if climb.rebalance(now, ahead) and (op := climb.next_compute(now, float("inf"))):
+                return op
+            compute, link = climb.still(now)
+            ahead = ahead[0] + compute, ahead[1] + link
+        return None
 
     def _with_others(self, op: Op, behind: list[Climb], now: float) -> Op:
         """The op, and what others can do at its layers, where that makes the sum of first tokens come sooner: with k
@@ -181,7 +187,17 @@ class Pipelined(Policy):
         if taken <= estimate:
             return self._paces[FETCH]
         unit = self._unit(FETCH)
-        return max(self._paces[FETCH], _pace([*self._ran[FETCH], (taken, estimate / unit)], unit)) if unit else 1.0
+        return max(self._paces[FETCH], self._pace(FETCH, (taken, estimate / unit))) if unit else 1.0
+
+    def _pace(self, kind: Kind, *running: tuple[float, float]) -> float:
+        """The same for a kind: the median of the last ASKED that are no less than half of the largest, so that neither
+        one outlier counts, nor what every small op loses. What fetches smaller than a row lose may be a cost of each,
+        and is not taken to grow with them."""
+        ran, unit = [*self._ran[kind], *running], self._unit(kind)
+        half, row = max(units for _, units in ran) / 2, self._row if kind == FETCH else 0.0
+        late = [(seconds / unit - units, units) for seconds, units in ran if units >= half][-ASKED:] if unit else []
+        shares = [more / (max(units, row) if more > 0 else units) for more, units in late]
+        return 1 + statistics.median([0.0] * (ASKED - len(shares)) + shares)
 
     def _unit(self, kind: Kind) -> float:
         """What estimates are counted in: of fetches what a cell takes, which costs that learn change meanwhile."""
@@ -197,6 +213,7 @@ class Pipelined(Policy):
     def _rebalance(self, order: list[Climb], now: float) -> None:
         """Where the link is slower than planned with, split anew what is left of the first."""
         if order:
+            self._row = order[0].row
             slower = self.pace(now) / max(1.0, self.compute_pace)
             if slower * self.costs.load_seconds(1) > SLOWER * order[0].cell_seconds:
                 order[0].rebalance(now)
@@ -238,17 +255,6 @@ class Worst(Pipelined):
     @staticmethod
     def objective(mean: float, last: float) -> float:
         return last
-
-
-def _pace(ran: Iterable[tuple[float, float]], unit: float) -> float:
-    """How many times its estimate an op takes, by seconds and estimates, in units, of the latest: the median of the
-    last ASKED that are no less than half of the largest. So neither one outlier counts, nor what every small op loses.
-    """
-    ran = list(ran)
-    half = max(estimate for _, estimate in ran) / 2
-    ratios = [seconds / (estimate * unit) for seconds, estimate in ran if estimate >= half][-ASKED:] if unit else []
-    pace = statistics.median([1.0] * (ASKED - len(ratios)) + ratios)
-    return pace if abs(pace - 1) > 1e-9 else 1.0
 
 
 def _rank(climbs: list[Climb], now: float) -> list[Climb]:

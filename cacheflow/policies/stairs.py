@@ -176,9 +176,10 @@ class Planner:
     def _loads(self, columns: int) -> _Loads:
         """Of a layer of which so many columns are computed."""
         costs, start = self.costs, self.bounds[columns]
-        loaded = self.bounds[self.count] - start
+        loaded, right = self.bounds[self.count] - start, self.count - columns
         if self.holes:
-            loaded -= sum(hole.stop - hole.start for hole in self.holes if hole.start >= start)
+            holes = [hole.stop - hole.start for hole in self.holes if hole.start >= start]
+            loaded, right = loaded - sum(holes), right - len(holes)
         if not loaded:
             return _Loads(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1)
         fetches, each = -(-loaded // self.staging), costs.interference_per_fetch
@@ -187,7 +188,6 @@ class Planner:
         held_up = costs.interference(loaded, fetches)
         fixed = costs.fixed(FETCH) + costs.fixed(COPY) + each
         wanted = PIECES if copy >= fixed * PIECES**2 else max(1, round(math.sqrt(copy / fixed)))
-        right = self.count - columns
         pieces = -(-right // -(-right // wanted))  # of equally many columns
         cut = max(copy / pieces, each + (held_up - each) / pieces)
         more = (pieces - 1) * costs.fixed(FETCH)
@@ -195,13 +195,13 @@ class Planner:
 
     def _launch_seconds(self, computed: int, on: int, last: bool) -> float:
         """Seconds of a layer at which so many columns are computed and so many of them go on."""
-        costs, start = self.costs, self.bounds[computed]
-        project, right = start + self.suffix, self.holes
-        if right:
-            right = [hole for hole in right if hole.start >= start]
-            project += sum(hole.stop - hole.start for hole in right)
-        spans = [Span(0, self.bounds[on], None)] if on else []
-        spans += [self._last] if last else [*right, self._suffix]
+        costs, start, goes = self.costs, self.bounds[computed], self.bounds[on]
+        project = start + self.suffix
+        spans = [Span(0, goes, None)] if on else []
+        if self.holes:
+            project += sum([hole.stop - hole.start for hole in self.holes if hole.start >= start])
+            spans += [hole for hole in self.holes if hole.start >= goes and not last]
+        spans.append(self._last if last else self._suffix)
         launches = max(1, -(-project // self.budget))
         seconds = costs.layer_seconds(LayerWork(project, tuple(spans))) + (launches - 1) * costs.layer_fixed
         return seconds + launches * costs.fixed(COMPUTE) + (costs.head_seconds(1) if last else 0.0)

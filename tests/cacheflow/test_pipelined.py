@@ -62,16 +62,17 @@ def test_one_request_is_near_the_bound_and_behind_no_other_policy(name):
 @pytest.mark.parametrize("columns", [0, 3, 8])
 @pytest.mark.parametrize("row", [True, False])
 @pytest.mark.parametrize("gbps", [5, 40, 400])
-@pytest.mark.parametrize("taken", [0.0, 200e-6])
-def test_the_planner_predicts_what_the_simulator_runs(monkeypatch, partly, columns, row, gbps, taken):
+@pytest.mark.parametrize(("taken", "holes"), [(0.0, ()), (200e-6, ()), (0.0, (2, 6)), (0.0, (0, 7))])
+def test_the_planner_predicts_what_the_simulator_runs(monkeypatch, partly, columns, row, gbps, taken, holes):
     """Whatever stairs it is made to take, layer by layer; only launches that would wait are cut in two where nothing
     else runs."""
-    costs, one = roofline("H100", gbps, interference_per_fetch=taken), request("a", 4096, 100)
+    costs = roofline("H100", gbps, interference_per_fetch=taken)
+    one = Request.of("a", prefix=4096, suffix=100, chunk=CHUNK, layers=LLAMA.layers, holes=holes)
     planner = Planner(Plane(one), costs, 8192, STAGING)
     stairs = planner.evaluate(columns, partly if columns < 8 else 0, planner.count if row else 0)
     monkeypatch.setattr(Planner, "best", lambda self, *arguments: stairs)
-    for name in ("relieve", "take_over", "fetch_early"):
-        monkeypatch.setattr(f"cacheflow.policies.climb.Climb.{name}", lambda self, now: None)
+    for name in ("relieve", "rebalance", "fetch_early"):
+        monkeypatch.setattr(f"cacheflow.policies.climb.Climb.{name}", lambda *arguments: None)
     monkeypatch.setattr("cacheflow.policies.climb.STEEP", 0)
     monkeypatch.setattr("cacheflow.policies.launches.JOINED", 0)
     simulation = Simulation(Pipelined(costs, staging_cells=STAGING), [one])
@@ -165,8 +166,8 @@ def test_a_link_that_changes_half_way_is_followed(monkeypatch, factor, prefix):
         return ttft("pipelined", known, [one], truth)["a"]
 
     adapted = run()
-    for name in ("relieve", "take_over", "rebalance"):
-        monkeypatch.setattr(f"cacheflow.policies.climb.Climb.{name}", lambda self, now: None)
+    for name in ("relieve", "rebalance"):
+        monkeypatch.setattr(f"cacheflow.policies.climb.Climb.{name}", lambda *arguments: None)
     assert adapted < 0.99 * run()
 
 
@@ -179,7 +180,7 @@ def test_a_slope_and_early_loads_cost_a_link_that_stays_as_it_is_next_to_nothing
     sloped = ttft("pipelined", costs, one)["a"]
     monkeypatch.setattr("cacheflow.policies.climb.STEEP", 0)
     monkeypatch.setattr("cacheflow.policies.climb.Climb.fetch_early", lambda self, now: None)
-    assert sloped <= 1.003 * ttft("pipelined", costs, one)["a"]
+    assert sloped <= 1.0045 * ttft("pipelined", costs, one)["a"]
 
 
 @pytest.mark.parametrize(("name", "gbps", "prefix"), SINGLE)
@@ -235,7 +236,9 @@ def test_a_second_fetch_that_takes_too_long_is_seen_before_it_ends():
     assert policy.pace(2.0) == 1
     op = policy.next("link", 2.0)
     assert policy.pace(2.0) == policy.pace(2.0 + costs.seconds(op) / 2) == 1
-    assert policy.pace(2.0 + 3 * costs.seconds(op)) == pytest.approx(3)
+    share = costs.seconds(op) / costs.load_seconds(1) / policy._climbs["a"].row
+    assert share < 1, "what it loses may be a cost of its own, and larger fetches lose no more"
+    assert policy.pace(2.0 + 3 * costs.seconds(op)) == pytest.approx(1 + 2 * share)
 
 
 class Late(Roofline):
@@ -261,7 +264,7 @@ def test_neither_an_outlier_nor_what_costs_leave_out_sets_off_another_split(monk
         return ttft("pipelined", known, one, truth)["a"]
 
     ours = run()
-    monkeypatch.setattr("cacheflow.policies.climb.Climb.rebalance", lambda self, now: None)
+    monkeypatch.setattr("cacheflow.policies.climb.Climb.rebalance", lambda *arguments: None)
     assert ours <= 1.01 * run()
 
 
