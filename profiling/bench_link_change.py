@@ -1,7 +1,7 @@
 """A link that changes its speed while a prompt is restored: every policy against a planner that knew.
 
     python profiling/bench_link_change.py
-    python profiling/bench_link_change.py --tokens 2K --rounds 5 --json
+    python profiling/bench_link_change.py --tokens 1K --rounds 5 --json
     python profiling/bench_link_change.py --simulate
 
 The link drops to a quarter of its speed, or gets four times as fast, when `pipelined` would be half-way had it stayed
@@ -300,7 +300,7 @@ def simulations(settings: Sequence[tuple[float, int]], names: Sequence[str]) -> 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=common.tokens, default="1K", help="of the prefix; default %(default)s")
+    parser.add_argument("--tokens", type=common.tokens, default="2K", help="of the prefix; default %(default)s")
     parser.add_argument("--suffix", type=common.tokens, default="32", help="new tokens; default %(default)s")
     parser.add_argument("--rounds", type=common.count, default="3", help="of which the median; default %(default)s")
     parser.add_argument("--policy", type=common.listed(str), metavar="NAMES", help="default: all that load")

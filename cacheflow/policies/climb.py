@@ -24,7 +24,7 @@ GAIN = 0.02  # share of the time that is left which splitting anew must save
 STEEP = 0.003  # share of the time to first token that a slope may cost, see Climb._slope
 NARROWEST = 0.5  # columns that a slope leaves for the last layer at least, so that the suffix has a launch to be in
 # Shares of the time to first token by which loads that come early may make launches wait, and hold up compute.
-EARLY, HELD_UP = 0.001, 0.01
+EARLY, HELD_UP = 0.001, 0.005
 
 
 class _Timetable(NamedTuple):
@@ -189,6 +189,10 @@ class Climb(Launches):
             if layer in self._cut and row:
                 stored, pieces = sum([plane.available[c] for c in row]), self.planner.pieces(row[0])
                 row = plane.loadable_columns(row, layer)[: -(-stored // pieces)]
+            elif len(row) > 1 and self.policy.link_late:
+                # Should it not be an outlier, compute takes over from the left.
+                row = plane.loadable_columns(row, layer)
+                row = row[len(row) // 2 :]
             op = self.policy.fetch_row(plane, layer, row)
             if op is not None:
                 return op
@@ -196,7 +200,7 @@ class Climb(Launches):
         return None
 
     def fetch_early(self, now: float) -> Op | None:
-        """A load of the last layers of the last column that is not loaded, if no launch will wait longer for it. What
+        """A load of the last layers of the last column that is not loaded, if that makes the last launch no later. What
         the first launch waits for comes first in any case."""
         plane, policy, tops = self.plane, self.policy, self.tops
         assert tops is not None
@@ -221,20 +225,26 @@ class Climb(Launches):
         cell, fixed = policy.link_seconds(1) * width, costs.fixed(FETCH)
         copied, copy = width * costs.shape.cell_bytes / costs.copy_bandwidth, costs.fixed(COPY)
         free = policy.free_at("compute", now) - now - begins[max(self.layer, plane.height[0])]
-        landed = policy.link_busy(now) + fixed + cell * len(band)
+        busy = policy.link_busy(now)
+        landed = busy + fixed + cell * len(band)
         band = range(max(band.start, bisect_left(begins, landed + copy + copied * len(band) - free)), band.stop)
-        late = False
-        for layer in range(self._next_row, layers) if band else ():
-            cells = plane.state[layer].count(EMPTY, computed[layer], count) - (layer in band)
-            if cells > 0:
-                landed += fixed + cell * cells
-                if landed + copy + copied * cells * (layer < layers - 1) > free + begins[layer]:
-                    if layer < band.stop - 1 or self._spare < fixed:
-                        return None
-                    late = True  # by the fixed cost
         if not band:
             return None
-        self._spare -= fixed * late
+
+        def waits(landed: float, early: range) -> float:
+            """Seconds that launches wait from now on, the last among them, when the link is free in `landed`."""
+            late = 0.0
+            for layer in range(self._next_row, layers):
+                cells = plane.state[layer].count(EMPTY, computed[layer], count) - (layer in early)
+                if cells > 0:
+                    landed += fixed + cell * cells
+                    late = max(late, landed + copy + copied * cells * (layer < layers - 1) - free - begins[layer])
+            return late
+
+        longer = waits(busy + fixed + cell * len(band), band) - waits(busy, range(0))
+        if longer > self._spare:
+            return None
+        self._spare -= max(0.0, longer)
         self._spare_compute -= costs.interference_per_fetch
         return Op(FETCH, band, (plane.part(column, column + 1),))
 

@@ -13,7 +13,7 @@ from cacheflow.policies.climb import Climb
 from cacheflow.policies.stairs import plan_batch
 
 OVERTAKEN = 16  # requests that came later and end before one; after that it goes first
-SLOWER = 1.1  # times as slow as planned with is the link from which on what is left is split anew; a guess
+SLOWER = 1.05  # times as slow as planned with is the link from which on what is left is split anew; a guess
 RECENT, ASKED = 8, 3  # ops that are looked back at, and of which, the last large ones, the median counts; guesses
 
 
@@ -202,6 +202,12 @@ class Pipelined(Policy):
     def _unit(self, kind: Kind) -> float:
         """What estimates are counted in: of fetches what a cell takes, which costs that learn change meanwhile."""
         return self.costs.load_seconds(1) if kind == FETCH else 1.0
+
+    @property
+    def link_late(self) -> bool:
+        """Whether the last large fetch took longer than planned with, by more than those before."""
+        unit, (seconds, units) = self._unit(FETCH), self._ran[FETCH][-1] if self._ran[FETCH] else (0.0, 0.0)
+        return seconds > SLOWER * self._paces[FETCH] * units * unit and units >= self._row / 2
 
     def link_busy(self, now: float) -> float:
         """Estimated seconds until what is in flight on the link has landed."""

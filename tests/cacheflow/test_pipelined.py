@@ -268,6 +268,26 @@ def test_neither_an_outlier_nor_what_costs_leave_out_sets_off_another_split(monk
     assert ours <= 1.01 * run()
 
 
+@pytest.mark.parametrize("gbps", [10, 40])
+def test_behind_a_fetch_that_takes_too_long_the_right_of_a_row_comes_first(monkeypatch, gbps):
+    """If it was no outlier, compute takes over what is left of that."""
+    monkeypatch.setattr("cacheflow.policies.climb.Climb.fetch_early", lambda self, now: None)
+    one = request("a", 16384, 64)
+
+    def torn(**late) -> list[int]:
+        """Layers between the first and the last of which the right is loaded first, by the order of fetches."""
+        truth = Late(LLAMA, device("H100"), bandwidth=gbps * GBPS, fetch_seconds=FETCH_SECONDS, **late)
+        simulation = Simulation(Pipelined(roofline("H100", gbps), staging_cells=STAGING), [one], costs=truth)
+        starts = dict[int, list[int]]()
+        for span in simulation.timeline.spans:
+            if span.op.kind == FETCH:
+                starts.setdefault(span.op.layers.start, []).append(span.op.parts[0].start)
+        return [layer for layer, of in starts.items() if 1 < layer < LLAMA.layers - 1 and of[0] > of[-1]]
+
+    assert torn() == []
+    assert torn(at=12, times=5.0)
+
+
 @pytest.mark.parametrize("budget", [None, 2048, 4096])
 def test_columns_that_are_taken_over_keep_to_the_hidden_budget(budget):
     costs, one = roofline("H100", 40), request("a", 16384, 64)
