@@ -116,8 +116,8 @@ class Climb(Launches):
             self.tops = stairs.tops(count, self.plane.layers)
             self._slope(stairs, most)
             self._spare, self._spare_compute = EARLY * stairs.seconds, HELD_UP * stairs.seconds
-        self.cell_seconds, width = self.policy.link_seconds(1), self.plane.request.width
-        self.row = sum([width(c) * (self.plane.layers - top) for c, top in enumerate(self.tops)]) / self.plane.layers
+        self.cell_seconds, tokens = self.policy.link_seconds(1), self.plane.request.boundaries[count]
+        self.row = tokens * (1 - sum(self.tops) / (count * self.plane.layers)) if count else 0.0
         self._promise()
         self._cut = {min(self.tops, default=0), self.plane.layers - 1}
         self.changed()

@@ -22,9 +22,9 @@ class Pipelined(Policy):
     the layer's other cells have landed. The link runs ahead in the order in which that needs them. Splits are chosen so
     that both sides end together, and moved when they turn out not to.
 
-    A plan has fewer columns the higher the layer, and where no launch waits for it the link takes the last columns
-    first: should it become slower, compute stands beside what is left to load, and takes over as much of that as lets
-    both sides end together.
+    A plan has fewer columns the higher the layer, and where the last launch comes no later for it the link takes the
+    last columns first: should it become slower, compute stands beside what is left to load, and takes over as much of
+    that as lets both sides end together.
 
     Requests are finished one after another; what one leaves of a resource goes to the next. Splits of a batch are
     chosen together, by `objective`. First come those with a deadline, the earliest first, as many as can keep theirs;

@@ -94,14 +94,13 @@ class Planner:
 
             found += _lowest(stairs, self.units(most), link_at - compute_at)
         # The first layer's projections are the smallest pieces: so many of them as let both sides end together.
-        for one in tuple(found) if self.count else ():
-            late = one.compute + compute_at - one.link - link_at
-            column = self.bounds[self.count] / self.count
-            costs = self.costs
-            cell = costs.load_seconds(1) + costs.project_marginal - costs.interference(1, fetches=0)
-            share = late / (column * cell) if cell > 0 else 0.0
-            for fewer in {math.floor(share), math.ceil(share)} if 0 < share < one.first else ():
-                found.append(self.evaluate(one.columns, one.partly, one.first - fewer, *at))
+        one, costs = min(found, key=lambda stairs: stairs.seconds), self.costs
+        late = one.compute + compute_at - one.link - link_at
+        cell = costs.load_seconds(1) + costs.project_marginal - costs.interference(1, fetches=0)
+        column = self.bounds[self.count] / max(1, self.count)
+        share = late / (column * cell) if column > 0 and cell > 0 else 0.0
+        for fewer in {math.floor(share), math.ceil(share)} if 0 < share < one.first else ():
+            found.append(self.evaluate(one.columns, one.partly, one.first - fewer, *at))
         return min(found, key=lambda stairs: stairs.seconds)
 
     def estimate(self) -> float:
@@ -247,12 +246,15 @@ def _meeting(function: Callable[[int], Stairs], last: int, behind: float) -> int
         return function(units).compute - function(units).link - behind
 
     low, high = 0, last
+    known = [(late(low), low), (late(high), high)]
     for _ in range(MEETING):
         if high - low < 2 or late(low) >= 0 or late(high) <= 0:
             break
-        share = late(low) / (late(low) - late(high))
-        middle = min(max(low + 1, round(low + share * (high - low))), high - 1)
+        # On the parabola through the last three, on its side: compute bends, as attention grows with the square.
+        at = sum(u * math.prod(v / (v - f) for v, _ in known if v != f) for f, u in known)
+        middle = min(max(low + 1, round(at)), high - 1)
         low, high = (low, middle) if late(middle) > 0 else (middle, high)
+        known = [*known, (late(middle), middle)][-3:]
     return low if abs(late(low)) < abs(late(high)) else high
 
 
