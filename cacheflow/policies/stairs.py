@@ -105,8 +105,8 @@ class Planner:
 
     def estimate(self) -> float:
         """About how long the best stairs take: where compute and link meet on lines between a few splits."""
-        units = self.units(self.count)
-        spread = sorted({i * units // ESTIMATED for i in range(ESTIMATED + 1)})
+        every = self.spread(self.count)
+        spread = sorted({*every[::SAMPLED], every[-1]})  # what a batch's plan works out as well
         found = [self.evaluate(*self.split(0), self.rows[-1])]
         for i in spread[1:]:
             one, more = found[-1], self.evaluate(*self.split(i), self.rows[-1])
@@ -115,6 +115,12 @@ class Planner:
                 return one.compute + (more.compute - one.compute) * late / (late - later)
             found.append(more)
         return min(stairs.seconds for stairs in found)
+
+    def spread(self, most: int) -> list[int]:
+        """Splits between nothing and `most` columns, in OPTIONS steps; of many columns there are whole ones only."""
+        units = self.units(most)
+        unit = self.steps if units >= OPTIONS * self.steps else 1
+        return sorted({unit * (i * (units // unit) // OPTIONS) for i in range(OPTIONS + 1)})
 
     def units(self, most: int) -> int:
         """How many cells above the first layer may be computed of `most` leading columns, holes not counted."""
@@ -218,7 +224,6 @@ class Planner:
             self._load.cache_clear()
 
 
-ESTIMATED = 6  # splits that are worked out for an estimate, between nothing and everything
 PIECES = 4  # most fetches of the first layer, and of the last
 
 
@@ -305,14 +310,12 @@ def plan_batch(
 class _Options:
     """Splits of one request, between nothing and `most` columns, and [options] seconds of compute and of the link.
 
-    Of a request with many columns there are whole columns only. What attention takes beyond other work grows with the
-    square of the columns; all else is close to linear between the splits that are worked out.
+    What attention takes beyond other work grows with the square of the columns; all else is close to linear between
+    the splits that are worked out.
     """
 
     def __init__(self, planner: Planner, most: int) -> None:
-        units = planner.units(most)
-        unit = planner.steps if units >= OPTIONS * planner.steps else 1
-        spread = sorted({unit * (i * (units // unit) // OPTIONS) for i in range(OPTIONS + 1)})
+        spread = planner.spread(most)
         splits, bounds = [planner.split(i) for i in spread], planner.bounds
         tokens = [bounds[c] + partly / planner.steps * (bounds[c + 1] - bounds[c]) for c, partly in splits]
         pairs = planner.costs.pair_marginal * planner.steps * np.square(tokens) / 2
