@@ -6,7 +6,7 @@ import math
 from bisect import bisect_left
 from collections import Counter
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -24,7 +24,7 @@ GAIN = 0.02  # share of the time that is left which splitting anew must save
 STEEP = 0.003  # share of the time to first token that a slope may cost, see Climb._slope
 NARROWEST = 0.5  # columns that a slope leaves for the last layer at least, so that the suffix has a launch to be in
 # Shares of the time to first token by which loads that come early may make launches wait, and hold up compute.
-EARLY, HELD_UP = 0.001, 0.005
+EARLY, HELD_UP = 0.0003, 0.003
 
 
 class _Timetable(NamedTuple):
@@ -216,10 +216,10 @@ class Climb(Launches):
         if self._timetable is None:
             self._timetable = self._planned_launches()
         computed, begins = self._timetable
-        # No more than half of a layer's loads, and not where a launch would wait for its copy.
+        # No more than a layer's loads, and not where a launch would wait for its copy.
         width, costs = plane.request.boundaries[count] / count, policy.costs
-        half = (count - computed[max(1, self.layer)]) // 2
-        most = max(1, min(half, policy.staging_cells // plane.request.width(column)) if policy.staging_cells else half)
+        row = count - computed[max(1, self.layer)]
+        most = max(1, min(row, policy.staging_cells // plane.request.width(column)) if policy.staging_cells else row)
         band = plane.loadable_band(column)
         band = range(max(band.start, band.stop - most, tops[column]), band.stop)
         cell, fixed = policy.link_seconds(1) * width, costs.fixed(FETCH)
@@ -334,17 +334,18 @@ class Climb(Launches):
         plane, costs, front = self.plane, self.policy.costs, self.layer
         count = plane.prefix_columns
         tops = [top if plane.available[c] else plane.top(c) for c, top in enumerate(self.tops or ())]
-        suffix, seconds, below = plane.part(count, plane.columns), 0.0, front
-        for top in sorted({plane.layers, *(t for t in tops if t > front)}):
-            parts = plane.parts([c for c in range(count) if tops[c] > top])
-            parts += plane.parts([c for c in range(count) if tops[c] == top], advance=False)
+        suffix, seconds, height = plane.part(count, plane.columns), 0.0, plane.height
+        marks = {front, plane.layers, *(mark for mark in (*tops, *height[:count]) if mark > front)}
+        for below, top in pairwise(sorted(marks)):
+            here = [c for c in range(count) if height[c] <= below and tops[c] >= top]
+            parts = plane.parts([c for c in here if tops[c] > top])
+            parts += plane.parts([c for c in here if tops[c] == top], advance=False)
             seconds += costs.seconds(Op(COMPUTE, range(below, top), (*parts, suffix)))
             seconds += (top - below - 1) * costs.fixed(COMPUTE)
-            below = top
         for c in range(count):
-            if tops[c] > front > plane.height[c]:
+            if tops[c] > front > height[c]:
                 up = plane.part(c, c + 1, project=False)
-                seconds += costs.seconds(Op(COMPUTE, range(plane.height[c], front), (up,)))
+                seconds += costs.seconds(Op(COMPUTE, range(height[c], front), (up,)))
         return seconds
 
     def relieve(self, now: float) -> Op | None:
