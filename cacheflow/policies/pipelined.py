@@ -190,12 +190,13 @@ class Pipelined(Policy):
         return max(self._paces[FETCH], self._pace(FETCH, (taken, estimate / unit))) if unit else 1.0
 
     def _pace(self, kind: Kind, *running: tuple[float, float]) -> float:
-        """The same for a kind: the median of the last ASKED that are no less than half of the largest, so that neither
-        one outlier counts, nor what every small op loses. What fetches smaller than a row lose may be a cost of each,
-        and is not taken to grow with them."""
+        """The same for a kind: the median of the last ASKED that are large, so that neither one outlier counts, nor what
+        every small op loses. What fetches smaller than a row lose may be a cost of each, and is not taken to grow with
+        them."""
         ran, unit = [*self._ran[kind], *running], self._unit(kind)
-        half, row = max(units for _, units in ran) / 2, self._row if kind == FETCH else 0.0
-        late = [(seconds / unit - units, units) for seconds, units in ran if units >= half][-ASKED:] if unit else []
+        row = self._row if kind == FETCH else 0.0
+        least = row / 4 if row else max(units for _, units in ran) / 2
+        late = [(seconds / unit - units, units) for seconds, units in ran if units >= least][-ASKED:] if unit else []
         shares = [more / (max(units, row) if more > 0 else units) for more, units in late]
         return 1 + statistics.median([0.0] * (ASKED - len(shares)) + shares)
 
@@ -207,7 +208,7 @@ class Pipelined(Policy):
     def link_late(self) -> bool:
         """Whether the last large fetch took longer than planned with, by more than those before."""
         unit, (seconds, units) = self._unit(FETCH), self._ran[FETCH][-1] if self._ran[FETCH] else (0.0, 0.0)
-        return seconds > SLOWER * self._paces[FETCH] * units * unit and units >= self._row / 2
+        return seconds > SLOWER * self._paces[FETCH] * units * unit and units >= self._row / 4
 
     def link_busy(self, now: float) -> float:
         """Estimated seconds until what is in flight on the link has landed."""
