@@ -190,9 +190,8 @@ class Pipelined(Policy):
         return max(self._paces[FETCH], self._pace(FETCH, (taken, estimate / unit))) if unit else 1.0
 
     def _pace(self, kind: Kind, *running: tuple[float, float]) -> float:
-        """The same for a kind: the median of the last ASKED large ones, so that neither an outlier counts, nor what every
-        small op loses. What a fetch smaller than a row loses may be a cost of each, and is not taken to grow with size.
-        """
+        """The same for a kind: the median of the last ASKED large ones, so that neither an outlier counts, nor what
+        every small op loses. What a fetch smaller than a row loses may be a cost of each, and is not taken to grow."""
         ran, unit = [*self._ran[kind], *running], self._unit(kind)
         row = self._row if kind == FETCH else 0.0
         least = row / 4 if row else max(units for _, units in ran) / 2
