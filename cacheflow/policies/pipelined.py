@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import deque
 from typing import Any
 
@@ -197,7 +196,7 @@ class Pipelined(Policy):
         least = row / 4 if row else max(units for _, units in ran) / 2
         late = [(seconds / unit - units, units) for seconds, units in ran if units >= least][-ASKED:] if unit else []
         shares = [more / (max(units, row) if more > 0 else units) for more, units in late]
-        return 1 + statistics.median([0.0] * (ASKED - len(shares)) + shares)
+        return 1 + sorted([0.0] * (ASKED - len(shares)) + shares)[ASKED // 2]
 
     def _unit(self, kind: Kind) -> float:
         """What estimates are counted in: of fetches what a cell takes, which costs that learn change meanwhile."""
