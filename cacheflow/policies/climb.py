@@ -28,10 +28,11 @@ EARLY, HELD_UP = 0.0003, 0.003
 
 
 class _Timetable(NamedTuple):
-    """computed: [layers], how many columns are computed there. begins: [layers], when the layer's launch does, seconds
-    after the first."""
+    """computed: [layers], how many leading columns are computed there. holes: [layers], and how many of the others.
+    begins: [layers], when the layer's launch does, seconds after the first."""
 
     computed: list[int]
+    holes: list[int]
     begins: list[float]
 
 
@@ -215,7 +216,7 @@ class Climb(Launches):
             return None
         if self._timetable is None:
             self._timetable = self._planned_launches()
-        computed, begins = self._timetable
+        computed, holes, begins = self._timetable
         # No more than a layer's loads, and not where a launch would wait for its copy.
         width, costs = plane.request.boundaries[count] / count, policy.costs
         row = count - computed[max(1, self.layer)]
@@ -235,7 +236,7 @@ class Climb(Launches):
             """Seconds that launches wait from now on, the last among them, when the link is free in `landed`."""
             late = 0.0
             for layer in range(self._next_row, layers):
-                cells = plane.state[layer].count(EMPTY, computed[layer], count) - (layer in early)
+                cells = plane.state[layer].count(EMPTY, computed[layer], count) - holes[layer] - (layer in early)
                 if cells > 0:
                     landed += fixed + cell * cells
                     late = max(late, landed + copy + copied * cells * (layer < layers - 1) - free - begins[layer])
@@ -254,16 +255,18 @@ class Climb(Launches):
         layers, count = plane.layers, plane.prefix_columns
         ending = Counter(tops)
         computed = [count - below for below in accumulate(ending[layer] for layer in range(layers))]
-        suffix = plane.part(count, plane.columns)
+        suffix, holes = plane.part(count, plane.columns), [c for c in range(count) if not plane.available[c]]
 
         def launch(projected: int, on: int) -> float:
-            parts = [plane.part(0, on)] * (on > 0) + [plane.part(on, projected, advance=False)] * (projected > on)
-            return costs.seconds(Op(COMPUTE, range(1), (*parts, suffix)))
+            whole = [plane.part(0, on)] * (on > 0) + [plane.part(c, c + 1) for c in holes if c >= on]
+            only = plane.parts([c for c in range(on, projected) if plane.available[c]], advance=False)
+            return costs.seconds(Op(COMPUTE, range(1), (*whole, *only, suffix)))
 
         on = computed[2:]
         some = sorted({min(on), on[len(on) // 2], max(on)})
         between = np.interp(on, some, [launch(columns, columns) for columns in some]).tolist()
-        return _Timetable(computed, [*accumulate([launch(computed[0], computed[1]), *between], initial=0.0)])
+        right = [len(holes) - bisect_left(holes, columns) for columns in computed]
+        return _Timetable(computed, right, [*accumulate([launch(computed[0], computed[1]), *between], initial=0.0)])
 
     # Where estimates were wrong
 

@@ -174,9 +174,13 @@ def test_a_link_that_changes_half_way_is_followed(monkeypatch, factor, prefix):
 SINGLE = [(name, gbps, prefix) for name in ("A100-40G", "H100") for gbps in (10, 40) for prefix in (8192, 65536)]
 
 
+@pytest.mark.parametrize("holes", [(), range(6, 16)], ids=["whole", "holes"])
 @pytest.mark.parametrize(("name", "gbps", "prefix"), SINGLE)
-def test_a_slope_and_early_loads_cost_a_link_that_stays_as_it_is_next_to_nothing(monkeypatch, name, gbps, prefix):
-    costs, one = roofline(name, gbps), [request("a", prefix, 64)]
+def test_a_slope_and_early_loads_cost_a_link_that_stays_as_it_is_next_to_nothing(
+    monkeypatch, name, gbps, prefix, holes
+):
+    costs = roofline(name, gbps)
+    one = [Request.of("a", prefix=prefix, suffix=64, chunk=CHUNK, layers=LLAMA.layers, holes=holes)]
     sloped = ttft("pipelined", costs, one)["a"]
     monkeypatch.setattr("cacheflow.policies.climb.STEEP", 0)
     monkeypatch.setattr("cacheflow.policies.climb.Climb.fetch_early", lambda self, now: None)
