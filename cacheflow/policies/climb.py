@@ -57,6 +57,7 @@ class Climb(Launches):
         self.overtaken = 0
         self._cut: set[int] = set()  # the first and the last layer of which something is loaded
         self._spare = self._spare_compute = 0.0  # seconds that loads that come early may still cost
+        self._anew = False  # whether it was split anew since
         self._timetable: _Timetable | None = None  # None: to be looked at anew
         self._next_row = 0  # no layer below has anything to load
 
@@ -117,8 +118,10 @@ class Climb(Launches):
             self.tops = stairs.tops(count, self.plane.layers)
             self._slope(stairs, most)
             self._spare, self._spare_compute = EARLY * stairs.seconds, HELD_UP * stairs.seconds
-        self.cell_seconds, tokens = self.policy.link_seconds(1), self.plane.request.boundaries[count]
-        self.row = tokens * (1 - sum(self.tops) / (count * self.plane.layers)) if count else 0.0
+        self.cell_seconds = self.policy.link_seconds(1)
+        left = [self.plane.layers - top for c, top in enumerate(self.tops) if self.plane.available[c]]
+        width = self.plane.request.boundaries[count] / max(1, count)
+        self.row = width * sum(left) / max(1, *left) if left else 0.0
         self._promise()
         self._cut = {min(self.tops, default=0), self.plane.layers - 1}
         self.changed()
@@ -148,6 +151,8 @@ class Climb(Launches):
         pairs = costs.pair_marginal * steps * width**2 / 6
         compute = width * (costs.project_marginal + costs.advance_marginal + costs.pair_marginal * mean * width)
         load, allowed = costs.load_seconds(1) * width, STEEP * stairs.seconds
+        if compute + load <= 0:
+            return
         if pairs > 0 and load > 0:
             shared = allowed * (compute + load) / load
             reach = min(reach, math.sqrt((shared if shared > 2 * (compute + load) else allowed) / pairs))
@@ -208,7 +213,7 @@ class Climb(Launches):
         layers, count = plane.layers, plane.prefix_columns
         if self.windowed or self.stairs is None or layers < 3 or not self.begun:
             return None
-        if self._spare_compute < policy.costs.interference_per_fetch:
+        if self._anew or self._spare_compute < policy.costs.interference_per_fetch or not policy.link_steady(now):
             return None
         columns = (c for c in reversed(range(count)) if plane.unclaimed[c] and plane.available[c] and tops[c] < layers)
         column = next(columns, None)
@@ -232,17 +237,20 @@ class Climb(Launches):
         if not band:
             return None
 
-        def waits(landed: float, early: range) -> float:
-            """Seconds that launches wait from now on, the last among them, when the link is free in `landed`."""
+        def waits(landed: float, copies: float, early: range) -> float:
+            """Seconds that launches wait from now on, the last among them, when the link is free in `landed` and copies
+            are in so many."""
             late = 0.0
             for layer in range(self._next_row, layers):
                 cells = plane.state[layer].count(EMPTY, computed[layer], count) - holes[layer] - (layer in early)
                 if cells > 0:
                     landed += fixed + cell * cells
-                    late = max(late, landed + copy + copied * cells * (layer < layers - 1) - free - begins[layer])
+                    copies = max(copies, landed) + copy + copied * cells * (layer < layers - 1)
+                    late = max(late, copies - free - begins[layer])
             return late
 
-        longer = waits(busy + fixed + cell * len(band), band) - waits(busy, range(0))
+        landed = busy + fixed + cell * len(band)
+        longer = waits(landed, landed + copy + copied * len(band), band) - waits(busy, busy, range(0))
         if longer > self._spare:
             return None
         self._spare -= max(0.0, longer)
@@ -283,9 +291,8 @@ class Climb(Launches):
         front, suffix = self.layer, plane.part(plane.prefix_columns, plane.columns)
         others = (*plane.parts(c for c in range(plane.prefix_columns) if tops[c] > front), suffix)
         launch = policy.costs.seconds(Op(COMPUTE, range(1), others))
-        compute, link = (busy + seconds for busy, seconds in zip(ahead, self.still(now), strict=True))
-        compute += policy.free_at("compute", now) - now
-        link += policy.link_busy(now)
+        compute = ahead[0] + policy.free_at("compute", now) - now + slower * self._compute_seconds()
+        link = ahead[1] + policy.link_busy(now) + cell * sum([plane.request.width(c) * len(empty[c]) for c in empty])
         soonest = before = max(compute, link)
         taken, room = dict[int, int](), policy.hidden_room()
         for c in empty:
@@ -311,7 +318,10 @@ class Climb(Launches):
         if soonest >= (1 - GAIN) * before:
             return False
         for c, top in taken.items():
-            tops[c] = top
+            tops[c], empty[c] = top, [layer for layer in empty[c] if layer >= top]
+        left = {layer for layers in empty.values() for layer in layers}
+        self.row = sum([plane.request.width(c) * len(empty[c]) for c in empty]) / max(1, len(left))
+        self._anew = True
         self._promise()
         self.changed()
         return True

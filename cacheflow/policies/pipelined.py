@@ -38,8 +38,8 @@ class Pipelined(Policy):
         super().__init__(*args, **options)
         # Seconds and estimates of the last ops of a kind, see _unit; and how many times its estimate one takes.
         self._ran: dict[Kind, deque[tuple[float, float]]] = {kind: deque(maxlen=RECENT) for kind in (COMPUTE, FETCH)}
-        self._paces: dict[Kind, float] = dict.fromkeys(self._ran, 1.0)
-        self._row = 0.0  # tokens of a layer that are loaded, of the request that goes first
+        self._paces: dict[Kind, float] = {}  # in the same units, as of the last
+        self._row = 0.0  # tokens of a large fetch of the request that goes first
         self._head: Op | None = None  # the fetch that runs
         self._since = 0.0  # when it was first seen to
         self._climbs: dict[str, Climb] = {}
@@ -69,7 +69,7 @@ class Pipelined(Policy):
         super().finished(op, seconds, ended)
         if estimate > 0 and unit > 0:
             self._ran[op.kind].append((seconds, estimate / unit))
-            self._paces[op.kind] = self._pace(op.kind)
+            self._paces[op.kind] = self._pace(op.kind) * self._unit(op.kind)
         for request in op.requests if op.kind != COMPUTE else ():
             copying = self._climbs[request].copying
             (copying.update if op.kind == FETCH else copying.subtract)(op.layers)
@@ -82,24 +82,23 @@ class Pipelined(Policy):
     def next_compute(self, now: float) -> Op | None:
         order = self._order(now)
         self._rebalance(order, now)
-        free, room = self.free_at("compute", now), float("inf")
+        free, rooms = self.free_at("compute", now), [float("inf")]
         for i, climb in enumerate(order):
-            op = climb.next_compute(now, room)
+            op = climb.next_compute(now, rooms[-1])
             if op is not None:
                 return self._with_others(op, order[i + 1 :], now)
-            if i + 1 == len(order):
-                break
             # What others do meanwhile may make it late by no more than all of those would be, were nothing done.
             behind = 0 if climb.overtaken >= OVERTAKEN else len(order) - 1 - i
-            room = min(room, (climb.waits_until(now) - free) * (1 + behind))
+            room = min(rooms[-1], (climb.waits_until(now) - free) * (1 + behind))
             if room <= 0:
                 break
+            rooms.append(room)
         # The first was asked for whatever it has; others may have what only takes too long.
         if self._queued["compute"] or any(climb.next_compute(now, float("inf")) for climb in order[1:]):
             return None
         ahead = 0.0, 0.0
-        for climb in order:
-            if climb.rebalance(now, ahead) and (op := climb.next_compute(now, float("inf"))):
+        for climb, room in zip(order, rooms, strict=False):
+            if climb.rebalance(now, ahead) and (op := climb.next_compute(now, room)):
                 return op
             compute, link = climb.still(now)
             ahead = ahead[0] + compute, ahead[1] + link
@@ -168,45 +167,58 @@ class Pipelined(Policy):
 
     def link_seconds(self, cells: int) -> float:
         """What moving so many (token, layer) pairs takes, by what the link was seen to do."""
-        return self._paces[FETCH] * self.costs.load_seconds(cells)
+        return self._known_pace(FETCH) * self.costs.load_seconds(cells)
 
     @property
     def compute_pace(self) -> float:
         """How many times its estimate a compute op takes, as others did."""
-        return self._paces[COMPUTE]
+        return self._known_pace(COMPUTE)
 
     def pace(self, now: float) -> float:
         """How many times its estimate a fetch takes: as others did, and as the one that runs has already."""
-        head, _ = self._queued[LINK][0] if self._queued[LINK] else (None, 0.0)
+        known, (head, _) = self._known_pace(FETCH), self._queued[LINK][0] if self._queued[LINK] else (None, 0.0)
         if head is not self._head:
             self._head, self._since = head, now
-        if head is None or not (estimate := self.costs.seconds(head)):
-            return self._paces[FETCH]
-        taken = now - self._since - self.costs.latency
-        if taken <= estimate:
-            return self._paces[FETCH]
         unit = self._unit(FETCH)
-        return max(self._paces[FETCH], self._pace(FETCH, (taken, estimate / unit))) if unit else 1.0
+        if head is None or not unit or not (estimate := self.costs.seconds(head)):
+            return known
+        taken = now - self._since - self.costs.latency
+        return known if taken <= estimate else max(known, self._pace(FETCH, (taken, estimate / unit)))
+
+    def link_steady(self, now: float) -> bool:
+        """Whether the link does what it is estimated to."""
+        return abs(self.pace(now) - 1) < SLOWER - 1
+
+    @property
+    def link_late(self) -> bool:
+        """Whether the last fetch, a large one, lost more than those before."""
+        if not self._ran[FETCH] or not self._unit(FETCH):
+            return False
+        last = self._ran[FETCH][-1]
+        return last[1] >= self._row / 4 and 1 + self._lost(FETCH, last) > SLOWER * self._known_pace(FETCH)
 
     def _pace(self, kind: Kind, *running: tuple[float, float]) -> float:
-        """The same for a kind: the median of the last ASKED large ones, so that neither an outlier counts, nor what
-        every small op loses. What a fetch smaller than a row loses may be a cost of each, and is not taken to grow."""
-        ran, unit = [*self._ran[kind], *running], self._unit(kind)
-        row = self._row if kind == FETCH else 0.0
-        least = row / 4 if row else max(units for _, units in ran) / 2
-        late = [(seconds / unit - units, units) for seconds, units in ran if units >= least][-ASKED:] if unit else []
-        shares = [more / (max(units, row) if more > 0 else units) for more, units in late]
-        return 1 + sorted([0.0] * (ASKED - len(shares)) + shares)[ASKED // 2]
+        """How many times its estimate an op of a kind takes, by what ran last and what runs: the median of the last
+        ASKED large ones, so that neither an outlier counts, nor what every small op loses."""
+        ran = [*self._ran[kind], *running]
+        least = self._row / 4 if kind == FETCH else max(units for _, units in ran) / 2
+        lost = [self._lost(kind, one) for one in ran if one[1] >= least][-ASKED:]
+        return 1 + sorted([self._known_pace(kind) - 1] * (ASKED - len(lost)) + lost)[ASKED // 2]
+
+    def _lost(self, kind: Kind, ran: tuple[float, float]) -> float:
+        """The share by which an op took longer than estimated. What a fetch smaller than a row loses may be a cost of
+        each, and is not taken to grow with size."""
+        seconds, units = ran
+        more = seconds / self._unit(kind) - units
+        return more / (max(units, self._row) if more > 0 and kind == FETCH else units)
+
+    def _known_pace(self, kind: Kind) -> float:
+        unit = self._unit(kind)
+        return self._paces.get(kind, unit) / unit if unit else 1.0
 
     def _unit(self, kind: Kind) -> float:
         """What estimates are counted in: of fetches what a cell takes, which costs that learn change meanwhile."""
         return self.costs.load_seconds(1) if kind == FETCH else 1.0
-
-    @property
-    def link_late(self) -> bool:
-        """Whether the last large fetch took longer than planned with, by more than those before."""
-        unit, (seconds, units) = self._unit(FETCH), self._ran[FETCH][-1] if self._ran[FETCH] else (0.0, 0.0)
-        return seconds > SLOWER * self._paces[FETCH] * units * unit and units >= self._row / 4
 
     def link_busy(self, now: float) -> float:
         """Estimated seconds until what is in flight on the link has landed."""
@@ -218,7 +230,7 @@ class Pipelined(Policy):
     def _rebalance(self, order: list[Climb], now: float) -> None:
         """Where the link is slower than planned with, split anew what is left of the first."""
         if order:
-            self._row = order[0].row
+            self._row = min(order[0].row, self.staging_cells or order[0].row)
             slower = self.pace(now) / max(1.0, self.compute_pace)
             if slower * self.costs.load_seconds(1) > SLOWER * order[0].cell_seconds:
                 order[0].rebalance(now)
