@@ -224,13 +224,16 @@ class Climb(Launches):
         computed, holes, begins = self._timetable
         # No more than a layer's loads, and not where a launch would wait for its copy.
         width, costs = plane.request.boundaries[count] / count, policy.costs
-        row = count - computed[max(1, self.layer)]
+        here = max(1, self.layer)
+        row = count - computed[here] - holes[here]
         most = max(1, min(row, policy.staging_cells // plane.request.width(column)) if policy.staging_cells else row)
         band = plane.loadable_band(column)
         band = range(max(band.start, band.stop - most, tops[column]), band.stop)
         cell, fixed = policy.link_seconds(1) * width, costs.fixed(FETCH)
         copied, copy = width * costs.shape.cell_bytes / costs.copy_bandwidth, costs.fixed(COPY)
-        free = policy.free_at("compute", now) - now - begins[max(self.layer, plane.height[0])]
+        if copied > cell:
+            return None  # copies are behind, and those of what is needed first would be too
+        free = policy.free_at("compute", now) - now - self._launched(self._timetable)
         busy = policy.link_busy(now)
         landed = busy + fixed + cell * len(band)
         band = range(max(band.start, bisect_left(begins, landed + copy + copied * len(band) - free)), band.stop)
@@ -256,6 +259,23 @@ class Climb(Launches):
         self._spare -= max(0.0, longer)
         self._spare_compute -= costs.interference_per_fetch
         return Op(FETCH, band, (plane.part(column, column + 1),))
+
+    def _launched(self, timetable: _Timetable) -> float:
+        """Seconds of planned launches, from the first on, that are done or in flight: columns may be ahead of the
+        suffix, and a launch may be several ops."""
+        plane, layer, (computed, _, begins) = self.plane, self.layer, timetable
+        width, height, count = plane.request.width, plane.height, plane.prefix_columns
+        others = [c for c in range(count) if not plane.available[c]] + [*range(count, plane.columns)]
+        seconds = begins[layer]
+        while layer < plane.layers - 1:
+            on = computed[layer + 1]
+            going = [*range(on), *(c for c in others if c >= on)]
+            started = sum([width(c) for c in going if height[c] > layer])
+            if not started:
+                break
+            seconds += (begins[layer + 1] - begins[layer]) * started / sum([width(c) for c in going])
+            layer += 1
+        return seconds
 
     def _planned_launches(self) -> _Timetable:
         plane, costs, tops = self.plane, self.policy.costs, self.tops
@@ -303,7 +323,9 @@ class Climb(Launches):
             # Up to where the suffix stands a climb of its own, from there on in others' launches.
             up = plane.part(c, c + 1, project=False)
             alone = policy.costs.seconds(Op(COMPUTE, range(height, front), (up,))) if height < front >= tops[c] else 0.0
-            beside = policy.costs.seconds(Op(COMPUTE, range(1), (part, *others))) - launch
+            others = (part, *others)
+            beside, launch = -launch, policy.costs.seconds(Op(COMPUTE, range(1), others))
+            beside += launch
             begin = max(height, front, tops[c])
             climbs = [slower * (alone + beside * max(0, layer + 1 - begin)) for layer in empty[c]]
             ends = [max(compute + climb, link - cell * part.tokens * count) for count, climb in enumerate(climbs, 1)]

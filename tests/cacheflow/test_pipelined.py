@@ -16,6 +16,7 @@ from cacheflow.costs.learned import Learned
 from cacheflow.costs.roofline import GBPS, Roofline, device
 from cacheflow.op import COMPUTE, FETCH, Op, Part
 from cacheflow.plane import Plane
+from cacheflow.policies.climb import Climb
 from cacheflow.policies.launches import JOINED
 from cacheflow.policies.pipelined import OVERTAKEN, Pipelined, _rank
 from cacheflow.policies.stairs import Planner, plan_batch
@@ -174,12 +175,14 @@ def test_a_link_that_changes_half_way_is_followed(monkeypatch, factor, prefix):
 SINGLE = [(name, gbps, prefix) for name in ("A100-40G", "H100") for gbps in (10, 40) for prefix in (8192, 65536)]
 
 
-@pytest.mark.parametrize("holes", [(), range(6, 16)], ids=["whole", "holes"])
+@pytest.mark.parametrize("begin", [0.4, 0.75, 1.0])
 @pytest.mark.parametrize(("name", "gbps", "prefix"), SINGLE)
 def test_a_slope_and_early_loads_cost_a_link_that_stays_as_it_is_next_to_nothing(
-    monkeypatch, name, gbps, prefix, holes
+    monkeypatch, name, gbps, prefix, begin
 ):
-    costs = roofline(name, gbps)
+    """begin: of the prefix, what holes begin behind."""
+    costs, chunks = roofline(name, gbps), prefix // CHUNK
+    holes = range(round(begin * chunks), chunks)
     one = [Request.of("a", prefix=prefix, suffix=64, chunk=CHUNK, layers=LLAMA.layers, holes=holes)]
     sloped = ttft("pipelined", costs, one)["a"]
     monkeypatch.setattr("cacheflow.policies.climb.STEEP", 0)
@@ -196,7 +199,7 @@ def test_a_slope_is_even_around_the_plan(monkeypatch, name, gbps, prefix):
         policy.next("link", 0.0)
         return policy._climbs["a"].tops
 
-    level, sloped = follow(0), follow(0.0016)
+    level, sloped = follow(0), follow(0.003)
     assert sloped == sorted(sloped, reverse=True) and max(sloped) == LLAMA.layers and min(sloped) == min(level)
     planned, moved = (sum(top - 1 for top in tops) for tops in (level, sloped))
     assert 0.97 * planned <= moved <= planned
@@ -271,6 +274,41 @@ def test_neither_an_outlier_nor_what_costs_leave_out_sets_off_another_split(monk
     ours = run()
     monkeypatch.setattr("cacheflow.policies.climb.Climb.rebalance", lambda *arguments: None)
     assert ours <= 1.01 * run()
+
+
+@pytest.mark.parametrize(
+    ("told", "gbps", "prefix", "chunk", "holes", "limit"),
+    [
+        (40, 10, 16384, 64, (), 1.05),  # a row takes several fetches
+        (80, 20, 65536, 512, (), 1.05),
+        (10, 2, 16384, 512, (), 1.05),
+        (10, 2.5, 16384, 512, range(7, 32), 1.1),  # few of its columns are loaded
+        (40, 10, 16384, 512, range(24), 1.05),
+    ],
+)
+def test_a_link_that_is_slower_than_told_from_the_start(told, gbps, prefix, chunk, holes, limit):
+    """Nearly as well as if it had been known, without costs that learn."""
+    one = [Request.of("a", prefix=prefix, suffix=64, chunk=chunk, layers=LLAMA.layers, holes=holes)]
+    truth = roofline("H100", gbps)
+
+    def run(known: Costs) -> float:
+        return Simulation(Pipelined(known, staging_cells=chunk * LLAMA.layers), one, costs=truth).ttft["a"]
+
+    assert run(roofline("H100", told)) <= limit * run(truth)
+
+
+def test_where_the_link_is_behind_and_compute_idle_others_than_the_first_are_split_anew_too(monkeypatch):
+    batch = [request("a", 14807, 64), request("b", 8133, 16), request("c", 31945, 1500), request("d", 10423, 16)]
+    arrivals = {"a": 0.149, "b": 0.0, "c": 0.339, "d": 0.167}
+
+    def run() -> float:
+        policy = Pipelined(roofline("H100", 15), staging_cells=STAGING)
+        simulation = Simulation(policy, batch, costs=roofline("H100", 5), arrivals=arrivals)
+        return statistics.fmean(simulation.ttft.values())
+
+    ours, rebalance = run(), Climb.rebalance
+    monkeypatch.setattr(Climb, "rebalance", lambda self, now, *ahead: False if ahead else rebalance(self, now))
+    assert ours < 0.9 * run()
 
 
 @pytest.mark.parametrize("gbps", [10, 40])
