@@ -57,7 +57,6 @@ class Climb(Launches):
         self.overtaken = 0
         self._cut: set[int] = set()  # the first and the last layer of which something is loaded
         self._spare = self._spare_compute = 0.0  # seconds that loads that come early may still cost
-        self._anew = False  # whether it was split anew since
         self._timetable: _Timetable | None = None  # None: to be looked at anew
         self._next_row = 0  # no layer below has anything to load
 
@@ -92,14 +91,6 @@ class Climb(Launches):
         """Whether anything was filled, or is in flight."""
         plane = self.plane
         return plane.state.count(bytearray([EMPTY]) * plane.columns) < plane.layers
-
-    def left(self) -> tuple[float, float]:
-        """About how many seconds of compute and of the link its plan still takes; 0 before anything was begun."""
-        if self.stairs is None or not self.begun:
-            return 0.0, 0.0
-        plane = self.plane
-        climbed, loaded = self.layer / plane.layers, self._next_row / plane.layers
-        return self.stairs.compute * (1 - climbed), self.stairs.link * (1 - loaded)
 
     @property
     def waiting_tokens(self) -> int:
@@ -213,7 +204,7 @@ class Climb(Launches):
         layers, count = plane.layers, plane.prefix_columns
         if self.windowed or self.stairs is None or layers < 3 or not self.begun:
             return None
-        if self._anew or self._spare_compute < policy.costs.interference_per_fetch or not policy.link_steady(now):
+        if self._spare_compute < policy.costs.interference_per_fetch or not policy.link_steady(now):
             return None
         columns = (c for c in reversed(range(count)) if plane.unclaimed[c] and plane.available[c] and tops[c] < layers)
         column = next(columns, None)
@@ -311,8 +302,9 @@ class Climb(Launches):
         front, suffix = self.layer, plane.part(plane.prefix_columns, plane.columns)
         others = (*plane.parts(c for c in range(plane.prefix_columns) if tops[c] > front), suffix)
         launch = policy.costs.seconds(Op(COMPUTE, range(1), others))
-        compute = ahead[0] + policy.free_at("compute", now) - now + slower * self._compute_seconds()
-        link = ahead[1] + policy.link_busy(now) + cell * sum([plane.request.width(c) * len(empty[c]) for c in empty])
+        compute, link = self.left(now, empty)
+        compute += ahead[0] + policy.free_at("compute", now) - now
+        link += ahead[1] + policy.link_busy(now)
         soonest = before = max(compute, link)
         taken, room = dict[int, int](), policy.hidden_room()
         for c in empty:
@@ -343,16 +335,15 @@ class Climb(Launches):
             tops[c], empty[c] = top, [layer for layer in empty[c] if layer >= top]
         left = {layer for layers in empty.values() for layer in layers}
         self.row = sum([plane.request.width(c) * len(empty[c]) for c in empty]) / max(1, len(left))
-        self._anew = True
         self._promise()
         self.changed()
         return True
 
-    def still(self, now: float) -> tuple[float, float]:
+    def left(self, now: float, to_load: dict[int, list[int]] | None = None) -> tuple[float, float]:
         """About how many seconds of compute and of the link its plan still takes, what is in flight left out."""
         policy, width = self.policy, self.plane.request.width
-        cells = sum([width(c) * len(layers) for c, layers in self._to_load().items()])
-        link = policy.pace(now) * policy.costs.load_seconds(cells)
+        to_load = self._to_load() if to_load is None else to_load
+        link = policy.pace(now) * policy.costs.load_seconds(sum([width(c) * len(to_load[c]) for c in to_load]))
         return policy.compute_pace * self._compute_seconds(), link
 
     def _to_load(self) -> dict[int, list[int]]:

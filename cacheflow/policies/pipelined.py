@@ -96,12 +96,13 @@ class Pipelined(Policy):
         # The first was asked for whatever it has; others may have what only takes too long.
         if self._queued["compute"] or any(climb.next_compute(now, float("inf")) for climb in order[1:]):
             return None
-        ahead = 0.0, 0.0
-        for climb, room in zip(order, rooms, strict=False):
-            if climb.rebalance(now, ahead) and (op := climb.next_compute(now, room)):
+        compute = link = 0.0  # that those before take
+        for i, (climb, room) in enumerate(zip(order, rooms, strict=False), 1):
+            if climb.rebalance(now, (compute, link)) and (op := climb.next_compute(now, room)):
                 return op
-            compute, link = climb.still(now)
-            ahead = ahead[0] + compute, ahead[1] + link
+            if i < min(len(order), len(rooms)):
+                left = climb.left(now)
+                compute, link = compute + left[0], link + left[1]
         return None
 
     def _with_others(self, op: Op, behind: list[Climb], now: float) -> Op:
@@ -145,8 +146,9 @@ class Pipelined(Policy):
         for climb in climbs:
             climb.promised = 0
         open_to_stairs = [climb for climb in climbs if not climb.windowed]
-        compute, link = zip(*(climb.left() for climb in order), strict=True)
-        ahead = self.free_at("compute", now) - now + sum(compute), self.free_at(LINK, now) - now + sum(link)
+        left = [climb.left(now) for climb in order if climb.begun]
+        compute, link = (sum(seconds) for seconds in zip(*left, strict=True)) if left else (0.0, 0.0)
+        ahead = self.free_at("compute", now) - now + compute, self.free_at(LINK, now) - now + link
         most = [self._hidden_columns(climb) for climb in open_to_stairs]
         if len(open_to_stairs) == 1:
             chosen = [open_to_stairs[0].planner.best(most[0], *ahead)]
