@@ -59,6 +59,8 @@ class Op:
 
     @property
     def requests(self) -> tuple[str, ...]:
+        if len(self.parts) == 1:
+            return (self.parts[0].request,)
         return tuple(dict.fromkeys([part.request for part in self.parts]))
 
     def of(self, kind: Kind) -> Op:

@@ -5,9 +5,9 @@ Pure Python, so that a policy which works on it can run anywhere: in virtual tim
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
-from operator import add, sub
+from operator import add
 
 from cacheflow.op import COMPUTE, FETCH, Kind, Op, Part
 from cacheflow.request import Request
@@ -51,7 +51,7 @@ class Plane:
         self._windowed = any(request.windows)
         self.need = self._needs()
         self.missing, self.unclaimed = [0] * self.columns, [0] * self.columns
-        self._count(add, 0, self.columns, range(self.layers), self.missing, self.unclaimed)
+        self._count(1, 0, self.columns, range(self.layers), self.missing, self.unclaimed)
 
     # What is needed, filled, possible
 
@@ -226,7 +226,7 @@ class Plane:
             if not (stored and empty and self.need[layer].find(0, first, last) < 0):
                 raise ImpossibleOp(f"{part} at layer {layer} cannot be loaded now")
         self._set(first, last, layers, LOADING)
-        self._count(sub, first, last, layers, self.unclaimed)
+        self._count(-1, first, last, layers, self.unclaimed)
 
     def _start_projection(self, first: int, last: int, layers: range, part: Part) -> None:
         if layers.start and (heights := set(self.height[first:last]) - {layers.start}):
@@ -237,7 +237,7 @@ class Plane:
             if self.state[layer].count(EMPTY, first, last) < last - first:
                 raise ImpossibleOp(f"{part} at layer {layer} would be filled twice")
         self._set(first, last, layers, COMPUTED)
-        self._count(sub, first, last, layers, self.missing, self.unclaimed)
+        self._count(-1, first, last, layers, self.missing, self.unclaimed)
 
     def _set(self, first: int, last: int, layers: range, state: int) -> None:
         """Set the cells of columns [first, last) in a band."""
@@ -245,17 +245,17 @@ class Plane:
         for layer in layers:
             self.state[layer][first:last] = cells
 
-    def _count(
-        self, change: Callable[[int, int], int], first: int, last: int, layers: range, *counts: list[int]
-    ) -> None:
-        """Change what is counted by column by the needed cells of columns [first, last) in a band."""
+    def _count(self, change: int, first: int, last: int, layers: range, *counts: list[int]) -> None:
+        """Change what is counted by column by so much for every needed cell of columns [first, last) in a band."""
         if self._windowed:
             rows = [row[first:last] for row in self.need[layers.start : layers.stop]]
-            needed = list(map(sum, zip(*rows, strict=True)))
+            for of_columns in counts:
+                changes = [change * sum(cells) for cells in zip(*rows, strict=True)]
+                of_columns[first:last] = map(add, of_columns[first:last], changes)
         else:
-            needed = [len(layers)] * (last - first)
-        for of_columns in counts:
-            of_columns[first:last] = map(change, of_columns[first:last], needed)
+            change *= len(layers)
+            for of_columns in counts:
+                of_columns[first:last] = [count + change for count in of_columns[first:last]]
 
     def _start_advance(self, first: int, last: int, layers: range, part: Part) -> None:
         top = layers.stop if part.advance else layers.stop - 1
@@ -272,14 +272,14 @@ class Plane:
         """A fetch arrived, whole and verified, and its copy, which cannot fail, is queued at once: still in flight."""
         first, last = self.columns_of(part)
         self._set(first, last, layers, LOADED)
-        self._count(sub, first, last, layers, self.missing)
+        self._count(-1, first, last, layers, self.missing)
 
     def failed(self, layers: range, part: Part) -> None:
         """A fetch did not arrive: its cells are empty again, and the store is not asked for these columns any more."""
         first, last = self.columns_of(part)
         self.in_flight -= last - first
         self._set(first, last, layers, EMPTY)
-        self._count(add, first, last, layers, self.unclaimed)
+        self._count(1, first, last, layers, self.unclaimed)
         self.forget(first, last)
 
     def forget(self, first: int = 0, last: int | None = None) -> None:

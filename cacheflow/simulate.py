@@ -6,7 +6,6 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import attrgetter
 from typing import TypeVar
 
 from cacheflow.costs.base import Costs
@@ -155,14 +154,14 @@ def drive(servers: Sequence[Server], pending: Pending[T], arrive: Callable[[T, f
     arrive: called with what arrives and when; it adds planes to servers. What ends at a time comes before what arrives
     then, and all that arrives at a time before any of it is started. pending may grow meanwhile.
     """
-    next_end = attrgetter("backend.next_end")
+    backends = [server.backend for server in servers]
     while True:
-        server = min(servers, key=next_end)
-        ends, arrives = server.backend.next_end, pending[0][0] if pending else math.inf
-        if ends <= arrives:
-            if ends == math.inf:
+        ends = [backend.next_end for backend in backends]
+        first, arrives = min(ends), pending[0][0] if pending else math.inf
+        if first <= arrives:
+            if first == math.inf:
                 return
-            server.step()
+            servers[ends.index(first)].step()
             continue
         while pending and pending[0][0] == arrives:
             arrive(heapq.heappop(pending)[2], arrives)

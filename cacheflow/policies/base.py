@@ -97,7 +97,8 @@ class Policy(ABC):
                 plane.landed(op.layers, part)
             else:
                 plane.finished(op.kind, op.layers, part)
-        if self._ended(op, seconds) or op.kind == COPY:  # of a fetch that failed in part, the seconds are no measure
+        whole = op.kind == COPY or self._ended(op, seconds) is not None
+        if whole:  # of a fetch that failed in part, the seconds are no measure
             held_up = 0.0 if ended is None else self._interference(op, ended - seconds, ended)
             if held_up <= seconds / 2:  # else it tells nothing of itself
                 self.observe(op, seconds - held_up)
@@ -114,15 +115,16 @@ class Policy(ABC):
             self.planes[part.request].failed(op.layers, part)
         self._ended(op, None)
 
-    def _ended(self, op: Op, seconds: float | None) -> bool:
-        """Whether an op was in flight for it: not any more, where another part of it has failed."""
-        resource = RESOURCES.get(op.kind, "")
-        for i, (queued, estimate) in enumerate(self._queued.get(resource, ())):
+    def _ended(self, op: Op, seconds: float | None) -> float | None:
+        """What the op was estimated to take that was in flight for it, and is not any more; None: another part of that
+        has failed before. seconds: what it took; None: it failed."""
+        resource = RESOURCES[op.kind]
+        for i, (queued, estimate) in enumerate(self._queued[resource]):
             if queued is op or _covers(queued, op):
                 del self._queued[resource][i]
                 self._free[resource] += 0.0 if seconds is None else seconds - estimate
-                return True
-        return False
+                return estimate
+        return None
 
     # What a policy decides
 

@@ -59,6 +59,7 @@ class Climb(Launches):
         self._spare = self._spare_compute = 0.0  # seconds that loads that come early may still cost
         self._timetable: _Timetable | None = None  # None: to be looked at anew
         self._next_row = 0  # no layer below has anything to load
+        self.nothing_to_load = False  # of what is planned, nor of what compute was to fill
 
     def due(self, now: float) -> float:
         """When its first token is wanted, counted from when this is first asked; infinite: any time."""
@@ -164,6 +165,7 @@ class Climb(Launches):
     def changed(self) -> None:
         """What compute and link have still to do is to be looked at anew."""
         self._next_row = 0
+        self.nothing_to_load = False
         self._runs = None
         self._timetable = None
 
@@ -379,11 +381,10 @@ class Climb(Launches):
         plane, policy, tops = self.plane, self.policy, self.tops
         assert tops is not None
         top = max(tops, default=0)
-        if top <= 1:
-            return None
         column = max((c for c, t in enumerate(tops) if t == top and plane.available[c]), default=-1)
         layer = top - 1
-        if column < 0 or not plane.loadable(column, layer):
+        if top <= 1 or column < 0 or not plane.loadable(column, layer):
+            self.nothing_to_load = self._next_row == plane.layers
             return None
         reached = policy.free_at("compute", now) + (layer - self.layer - 1) * self.alone / plane.layers
         landed = policy.free_at(LINK, now) + policy.link_seconds(plane.request.width(column))

@@ -46,10 +46,15 @@ class Launches:
         """The lowest launch that can go, no longer than `room` seconds. The suffix waits for its layer's loads as long
         as something else runs."""
         plane, height = self.plane, self.plane.height
-        runs = [run for run in self._pending() if self._unfinished(run)]
-        bottom = min((height[run.first] for run in runs if run.last > plane.prefix_columns), default=plane.layers)
-        for layer in sorted({height[run.first] for run in runs}):
-            here = [run for run in runs if height[run.first] == layer]
+        self._runs = [run for run in self._pending() if self._unfinished(run)]
+        standing, bottom = dict[int, list[Run]](), plane.layers
+        for run in self._runs:
+            layer = height[run.first]
+            standing.setdefault(layer, []).append(run)
+            if run.last > plane.prefix_columns:
+                bottom = min(bottom, layer)
+        for layer in sorted(standing):
+            here = standing[layer]
             # Below the suffix there are failed loads, and columns that compute took over.
             op = self._first_climb(here, room) if layer < bottom else self._launch(layer, here, now, room)
             if op is not None or (layer == bottom and self.policy.compute_queued):
@@ -110,31 +115,36 @@ class Launches:
             return None
         if runs[-1].last > plane.prefix_columns >= ready[-1].last and self._suffix_waits(layer, ready, runs[-1], now):
             return None
-        band, launches = range(layer, layer + 1), math.ceil(self._tokens(ready) / policy.token_budget)
-        chosen = self._leftmost(ready, launches) if launches > 1 else ready
+        band, tokens = range(layer, layer + 1), self._tokens(ready)
+        launches = math.ceil(tokens / policy.token_budget)
+        chosen = self._leftmost(ready, tokens / launches) if launches > 1 else ready
         op = self._op(band, chosen)
         if chosen == runs:
             op = self._joined(op, chosen, room)
         while room < float("inf") and policy.costs.seconds(op) > room:
             launches *= 2
-            fewer = self._leftmost(ready, launches)
+            fewer = self._leftmost(ready, tokens / launches)
             if fewer == chosen:
                 return None
             chosen, op = fewer, self._op(band, fewer)
-        self._cut_behind(chosen[-1])
+        if chosen[-1].last < ready[len(chosen) - 1].last:
+            self._cut_behind(chosen[-1])
         return op
 
     def _ready(self, layer: int, runs: list[Run]) -> list[Run]:
         """Those that can go up this layer in one launch: what they attend to is filled, or one of them projects it."""
-        plane, ready = self.plane, list[Run]()
+        plane, ready, last = self.plane, list[Run](), layer == self.plane.layers - 1
         filled = plane.filled_row(layer)
         for run in runs:
             project = self._projects(run, layer)
-            first = plane.request.first_attended(run.last - 1 if layer == plane.layers - 1 else run.first, layer)
-            sees = filled.find(0, first, run.first if project else run.last) < 0
-            if sees if self._goes_on(run, layer) else project:
-                ready.append(run)
-                filled[run.first : run.last] = b"\1" * (run.last - run.first)
+            if self._goes_on(run, layer):
+                first = plane.request.first_attended(run.last - 1 if last else run.first, layer) if self.windowed else 0
+                if filled.find(0, first, run.first if project else run.last) >= 0:
+                    continue
+            elif not project:
+                continue
+            ready.append(run)
+            filled[run.first : run.last] = b"\1" * (run.last - run.first)
         return ready
 
     def _projects(self, run: Run, layer: int) -> bool:
@@ -158,10 +168,10 @@ class Launches:
                 parts.append((run.first, run.last, *flags))
         return Op(COMPUTE, band, tuple(self.plane.part(a, b, project=p, advance=on) for a, b, p, on in parts))
 
-    def _leftmost(self, ready: list[Run], launches: int) -> list[Run]:
-        """The leftmost columns of so many equal launches."""
+    def _leftmost(self, ready: list[Run], share: float) -> list[Run]:
+        """The leftmost columns that are so many tokens together, or more by less than a column."""
         plane, bounds, budget = self.plane, self.plane.request.boundaries, self.policy.token_budget
-        share, tokens, chosen = self._tokens(ready) / launches, 0, list[Run]()
+        tokens, chosen = 0, list[Run]()
         for run in ready:
             if tokens >= min(share, budget):
                 break
@@ -176,11 +186,10 @@ class Launches:
         return chosen
 
     def _cut_behind(self, run: Run) -> None:
-        """What is pending there is two runs from now on, where one goes on behind this one."""
+        """What is pending there is two runs from now on, of which this one is the first."""
         pending = self._pending()
         at = next(i for i, other in enumerate(pending) if other.first <= run.first < other.last)
-        if pending[at].last > run.last:
-            pending[at : at + 1] = [pending[at]._replace(last=run.last), pending[at]._replace(first=run.last)]
+        pending[at : at + 1] = [pending[at]._replace(last=run.last), pending[at]._replace(first=run.last)]
 
     def _joined(self, op: Op, runs: list[Run], room: float) -> Op:
         """The same through more layers, as far as nothing waits there and an op's fixed cost is worth it."""
@@ -194,7 +203,7 @@ class Launches:
             if not goes or self.copying[stop] or len(self._ready(stop, runs)) < len(runs):
                 break
             stop += 1
-        return self._op(range(layer, stop), runs)
+        return self._op(range(layer, stop), runs) if stop > op.layers.stop else op
 
     def _alike(self, run: Run, layer: int, other: int) -> bool:
         return self._projects(run, layer) == self._projects(run, other)

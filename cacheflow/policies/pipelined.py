@@ -7,7 +7,7 @@ from typing import Any
 
 from cacheflow.op import COMPUTE, FETCH, Kind, Op
 from cacheflow.plane import Plane
-from cacheflow.policies.base import LINK, RESOURCES, Policy
+from cacheflow.policies.base import LINK, Policy
 from cacheflow.policies.climb import Climb
 from cacheflow.policies.stairs import plan_batch
 
@@ -38,12 +38,13 @@ class Pipelined(Policy):
         super().__init__(*args, **options)
         # Seconds and estimates of the last ops of a kind, see _unit; and how many times its estimate one takes.
         self._ran: dict[Kind, deque[tuple[float, float]]] = {kind: deque(maxlen=RECENT) for kind in (COMPUTE, FETCH)}
-        self._paces: dict[Kind, float] = {}  # in the same units, as of the last
+        self._paces: dict[Kind, float] = {}  # in the same units, as of when this was last asked
+        self._unread = set[Kind]()  # of which an op has ended since
         self._row = 0.0  # tokens of a large fetch of the request that goes first
         self._head: Op | None = None  # the fetch that runs
         self._since = 0.0  # when it was first seen to
         self._climbs: dict[str, Climb] = {}
-        self._ranked: list[Climb] | None = None  # who is served before whom; None: to be found out
+        self._ranked: list[Climb] | None = None  # of whom is not done, who is served before whom; None: to be found out
         self._wave = 0  # requests that are added with nothing asked between them come at the same time
 
     def add(self, plane: Plane) -> None:
@@ -63,16 +64,20 @@ class Pipelined(Policy):
             climb.overtaken += gone.plane.done and climb.wave < gone.wave
 
     def finished(self, op: Op, seconds: float, ended: float | None = None) -> None:
-        queued = self._queued[RESOURCES[op.kind]] if op.kind in RESOURCES else []
-        # Of a fetch that failed in part, the seconds are no measure.
-        estimate, unit = next((estimate for other, estimate in queued if other is op), 0.0), self._unit(op.kind)
         super().finished(op, seconds, ended)
-        if estimate > 0 and unit > 0:
+        if op.kind != COMPUTE:
+            for request in op.requests:
+                copying = self._climbs[request].copying
+                (copying.update if op.kind == FETCH else copying.subtract)(op.layers)
+        elif self._ranked is not None:
+            self._ranked = [climb for climb in self._ranked if not climb.plane.done]
+
+    def _ended(self, op: Op, seconds: float | None) -> float | None:
+        estimate, unit = super()._ended(op, seconds), self._unit(op.kind)
+        if seconds is not None and estimate and unit > 0:
             self._ran[op.kind].append((seconds, estimate / unit))
-            self._paces[op.kind] = self._pace(op.kind) * self._unit(op.kind)
-        for request in op.requests if op.kind != COMPUTE else ():
-            copying = self._climbs[request].copying
-            (copying.update if op.kind == FETCH else copying.subtract)(op.layers)
+            self._unread.add(op.kind)
+        return estimate
 
     def failed(self, op: Op, reason: str) -> None:
         super().failed(op, reason)
@@ -127,8 +132,10 @@ class Pipelined(Policy):
         order = self._order(now)
         self._rebalance(order, now)
         # What lands just in time leaves gaps, in which others' launches would make the first late.
-        early = order[0].fetch_early(now) if len(order) == 1 else None
-        planned = early or next(filter(None, (climb.next_fetch(now) for climb in order)), None)
+        if len(order) == 1 and (early := order[0].fetch_early(now)):
+            return early
+        order = [climb for climb in order if not climb.nothing_to_load]
+        planned = next(filter(None, (climb.next_fetch(now) for climb in order)), None)
         return planned or next(filter(None, (climb.relieve(now) for climb in order)), None)
 
     def _order(self, now: float) -> list[Climb]:
@@ -138,7 +145,7 @@ class Pipelined(Policy):
             self._ranked = _rank([self._climbs[plane.request.id] for plane in self.active()], now)
             if not all(climb.tops is not None for climb in self._ranked):
                 self._plan(self._ranked, now)
-        return [climb for climb in self._ranked if not climb.plane.done]
+        return self._ranked
 
     def _plan(self, order: list[Climb], now: float) -> None:
         """Splits for requests that nothing was begun for, which may have been planned before others came."""
@@ -178,14 +185,13 @@ class Pipelined(Policy):
 
     def pace(self, now: float) -> float:
         """How many times its estimate a fetch takes: as others did, and as the one that runs has already."""
-        known, (head, _) = self._known_pace(FETCH), self._queued[LINK][0] if self._queued[LINK] else (None, 0.0)
+        known, (head, estimate) = self._known_pace(FETCH), self._queued[LINK][0] if self._queued[LINK] else (None, 0.0)
         if head is not self._head:
             self._head, self._since = head, now
-        unit = self._unit(FETCH)
-        if head is None or not unit or not (estimate := self.costs.seconds(head)):
-            return known
         taken = now - self._since - self.costs.latency
-        return known if taken <= estimate else max(known, self._pace(FETCH, (taken, estimate / unit)))
+        if not estimate or taken <= estimate or not (unit := self._unit(FETCH)):
+            return known
+        return max(known, self._pace(FETCH, (taken, estimate / unit)))
 
     def link_steady(self, now: float) -> bool:
         """Whether the link does what it is estimated to."""
@@ -194,28 +200,34 @@ class Pipelined(Policy):
     @property
     def link_late(self) -> bool:
         """Whether the last fetch, a large one, lost more than those before."""
-        if not self._ran[FETCH] or not self._unit(FETCH):
+        if not self._ran[FETCH] or not (unit := self._unit(FETCH)):
             return False
-        last = self._ran[FETCH][-1]
-        return last[1] >= self._row / 4 and 1 + self._lost(FETCH, last) > SLOWER * self._known_pace(FETCH)
+        seconds, units = self._ran[FETCH][-1]
+        lost = self._lost(FETCH, seconds / unit, units)
+        return units >= self._row / 4 and 1 + lost > SLOWER * self._known_pace(FETCH)
 
     def _pace(self, kind: Kind, *running: tuple[float, float]) -> float:
         """How many times its estimate an op of a kind takes, by what ran last and what runs: the median of the last
         ASKED large ones, so that neither an outlier counts, nor what every small op loses."""
-        ran = [*self._ran[kind], *running]
-        least = self._row / 4 if kind == FETCH else max(units for _, units in ran) / 2
-        lost = [self._lost(kind, one) for one in ran if one[1] >= least][-ASKED:]
-        return 1 + sorted([self._known_pace(kind) - 1] * (ASKED - len(lost)) + lost)[ASKED // 2]
+        ran, unit = [*self._ran[kind], *running], self._unit(kind)
+        least = self._row / 4 if kind == FETCH else max([units for _, units in ran]) / 2
+        large = [one for one in ran if one[1] >= least][-ASKED:]
+        lost = [self._lost(kind, seconds / unit, units) for seconds, units in large]
+        if len(lost) < ASKED:
+            lost += [self._known_pace(kind) - 1] * (ASKED - len(lost))
+        return 1 + sorted(lost)[ASKED // 2]
 
-    def _lost(self, kind: Kind, ran: tuple[float, float]) -> float:
+    def _lost(self, kind: Kind, took: float, units: float) -> float:
         """The share by which an op took longer than estimated. What a fetch smaller than a row loses may be a cost of
         each, and is not taken to grow with size."""
-        seconds, units = ran
-        more = seconds / self._unit(kind) - units
+        more = took - units
         return more / (max(units, self._row) if more > 0 and kind == FETCH else units)
 
     def _known_pace(self, kind: Kind) -> float:
         unit = self._unit(kind)
+        if kind in self._unread and unit:
+            self._unread.remove(kind)
+            self._paces[kind] = self._pace(kind) * unit
         return self._paces.get(kind, unit) / unit if unit else 1.0
 
     def _unit(self, kind: Kind) -> float:
@@ -233,8 +245,8 @@ class Pipelined(Policy):
         """Where the link is slower than planned with, split anew what is left of the first."""
         if order:
             self._row = min(order[0].row, self.staging_cells or order[0].row)
-            slower = self.pace(now) / max(1.0, self.compute_pace)
-            if slower * self.costs.load_seconds(1) > SLOWER * order[0].cell_seconds:
+            cell, planned = self.pace(now) * self.costs.load_seconds(1), SLOWER * order[0].cell_seconds
+            if cell > planned and cell > planned * self.compute_pace and not order[0].nothing_to_load:
                 order[0].rebalance(now)
 
     def hidden_room(self) -> float:
