@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections import Counter
 from functools import cached_property
-from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cacheflow.op import COMPUTE, COPY, FETCH, Op
+from cacheflow.op import COMPUTE, FETCH, Op
 from cacheflow.plane import EMPTY, Plane
 from cacheflow.policies.base import LINK
+from cacheflow.policies.early import EarlyLoads
 from cacheflow.policies.launches import Launches
 from cacheflow.policies.stairs import Planner, Stairs
 
@@ -23,17 +22,6 @@ if TYPE_CHECKING:
 GAIN = 0.02  # share of the time that is left which splitting anew must save
 STEEP = 0.003  # share of the time to first token that a slope may cost, see Climb._slope
 NARROWEST = 0.5  # columns that a slope leaves for the last layer at least, so that the suffix has a launch to be in
-# Shares of the time to first token by which loads that come early may make launches wait, and hold up compute.
-EARLY, HELD_UP = 0.0003, 0.003
-
-
-class _Timetable(NamedTuple):
-    """computed: [layers], how many leading columns are computed there. holes: [layers], and how many of the others.
-    begins: [layers], when the layer's launch does, seconds after the first."""
-
-    computed: list[int]
-    holes: list[int]
-    begins: list[float]
 
 
 class Climb(Launches):
@@ -56,9 +44,8 @@ class Climb(Launches):
         self.wave = wave
         self.overtaken = 0
         self._cut: set[int] = set()  # the first and the last layer of which something is loaded
-        self._spare = self._spare_compute = 0.0  # seconds that loads that come early may still cost
-        self._timetable: _Timetable | None = None  # None: to be looked at anew
-        self._next_row = 0  # no layer below has anything to load
+        self.early = EarlyLoads(self)
+        self.next_row = 0  # no layer below has anything to load
         self.nothing_to_load = False  # of what is planned, nor of what compute was to fill
 
     def due(self, now: float) -> float:
@@ -109,7 +96,7 @@ class Climb(Launches):
         if stairs is not None:
             self.tops = stairs.tops(count, self.plane.layers)
             self._slope(stairs, most)
-            self._spare, self._spare_compute = EARLY * stairs.seconds, HELD_UP * stairs.seconds
+            self.early.allow(stairs.seconds)
         self.cell_seconds = self.policy.link_seconds(1)
         left = [self.plane.layers - top for c, top in enumerate(self.tops) if self.plane.available[c]]
         width = self.plane.request.boundaries[count] / max(1, count)
@@ -164,10 +151,10 @@ class Climb(Launches):
 
     def changed(self) -> None:
         """What compute and link have still to do is to be looked at anew."""
-        self._next_row = 0
+        self.next_row = 0
         self.nothing_to_load = False
         self._runs = None
-        self._timetable = None
+        self.early.changed()
 
     # Loads
 
@@ -183,111 +170,20 @@ class Climb(Launches):
     def next_fetch(self, now: float) -> Op | None:
         plane, tops = self.plane, self.tops
         assert tops is not None
-        for layer in range(self._next_row, plane.layers):
+        for layer in range(self.next_row, plane.layers):
             row = [c for c in range(plane.prefix_columns) if tops[c] <= layer]
             if layer in self._cut and row:
                 stored, pieces = sum([plane.available[c] for c in row]), self.planner.pieces(row[0])
                 row = plane.loadable_columns(row, layer)[: -(-stored // pieces)]
-            elif len(row) > 1 and self.policy.link_late:
+            elif len(row) > 1 and self.policy.link.late:
                 # Should it not be an outlier, compute takes over from the left.
                 row = plane.loadable_columns(row, layer)
                 row = row[len(row) // 2 :]
             op = self.policy.fetch_row(plane, layer, row)
             if op is not None:
                 return op
-            self._next_row = layer + 1
+            self.next_row = layer + 1
         return None
-
-    def fetch_early(self, now: float) -> Op | None:
-        """A load of the last layers of the last column that is not loaded, if that makes the last launch no later. What
-        the first launch waits for comes first in any case."""
-        plane, policy, tops = self.plane, self.policy, self.tops
-        assert tops is not None
-        layers, count = plane.layers, plane.prefix_columns
-        if self.windowed or self.stairs is None or layers < 3 or not self.begun:
-            return None
-        if self._spare_compute < policy.costs.interference_per_fetch or not policy.link_steady(now):
-            return None
-        columns = (c for c in reversed(range(count)) if plane.unclaimed[c] and plane.available[c] and tops[c] < layers)
-        column = next(columns, None)
-        if column is None:
-            return None
-        if self._timetable is None:
-            self._timetable = self._planned_launches()
-        computed, holes, begins = self._timetable
-        # No more than a layer's loads, and not where a launch would wait for its copy.
-        width, costs = plane.request.boundaries[count] / count, policy.costs
-        here = max(1, self.layer)
-        row = count - computed[here] - holes[here]
-        most = max(1, min(row, policy.staging_cells // plane.request.width(column)) if policy.staging_cells else row)
-        band = plane.loadable_band(column)
-        band = range(max(band.start, band.stop - most, tops[column]), band.stop)
-        cell, fixed = policy.link_seconds(1) * width, costs.fixed(FETCH)
-        copied, copy = width * costs.shape.cell_bytes / costs.copy_bandwidth, costs.fixed(COPY)
-        if copied > cell:
-            return None  # copies are behind, and those of what is needed first would be too
-        free = policy.free_at("compute", now) - now - self._launched(self._timetable)
-        busy = policy.link_busy(now)
-        landed = busy + fixed + cell * len(band)
-        band = range(max(band.start, bisect_left(begins, landed + copy + copied * len(band) - free)), band.stop)
-        if not band:
-            return None
-
-        def waits(landed: float, copies: float, early: range) -> float:
-            """Seconds that launches wait from now on, the last among them, when the link is free in `landed` and copies
-            are in so many."""
-            late = 0.0
-            for layer in range(self._next_row, layers):
-                cells = plane.state[layer].count(EMPTY, computed[layer], count) - holes[layer] - (layer in early)
-                if cells > 0:
-                    landed += fixed + cell * cells
-                    copies = max(copies, landed) + copy + copied * cells * (layer < layers - 1)
-                    late = max(late, copies - free - begins[layer])
-            return late
-
-        landed = busy + fixed + cell * len(band)
-        longer = waits(landed, landed + copy + copied * len(band), band) - waits(busy, busy, range(0))
-        if longer > self._spare:
-            return None
-        self._spare -= max(0.0, longer)
-        self._spare_compute -= costs.interference_per_fetch
-        return Op(FETCH, band, (plane.part(column, column + 1),))
-
-    def _launched(self, timetable: _Timetable) -> float:
-        """Seconds of planned launches, from the first on, that are done or in flight: columns may be ahead of the
-        suffix, and a launch may be several ops."""
-        plane, layer, (computed, _, begins) = self.plane, self.layer, timetable
-        width, height, count = plane.request.width, plane.height, plane.prefix_columns
-        others = [c for c in range(count) if not plane.available[c]] + [*range(count, plane.columns)]
-        seconds = begins[layer]
-        while layer < plane.layers - 1:
-            on = computed[layer + 1]
-            going = [*range(on), *(c for c in others if c >= on)]
-            started = sum([width(c) for c in going if height[c] > layer])
-            if not started:
-                break
-            seconds += (begins[layer + 1] - begins[layer]) * started / sum([width(c) for c in going])
-            layer += 1
-        return seconds
-
-    def _planned_launches(self) -> _Timetable:
-        plane, costs, tops = self.plane, self.policy.costs, self.tops
-        assert tops is not None
-        layers, count = plane.layers, plane.prefix_columns
-        ending = Counter(tops)
-        computed = [count - below for below in accumulate(ending[layer] for layer in range(layers))]
-        suffix, holes = plane.part(count, plane.columns), [c for c in range(count) if not plane.available[c]]
-
-        def launch(projected: int, on: int) -> float:
-            whole = [plane.part(0, on)] * (on > 0) + [plane.part(c, c + 1) for c in holes if c >= on]
-            only = plane.parts([c for c in range(on, projected) if plane.available[c]], advance=False)
-            return costs.seconds(Op(COMPUTE, range(1), (*whole, *only, suffix)))
-
-        on = computed[2:]
-        some = sorted({min(on), on[len(on) // 2], max(on)})
-        between = np.interp(on, some, [launch(columns, columns) for columns in some]).tolist()
-        right = [len(holes) - bisect_left(holes, columns) for columns in computed]
-        return _Timetable(computed, right, [*accumulate([launch(computed[0], computed[1]), *between], initial=0.0)])
 
     # Where estimates were wrong
 
@@ -299,7 +195,7 @@ class Climb(Launches):
         plane, policy, tops = self.plane, self.policy, self.tops
         if self.windowed or tops is None:
             return False
-        slower, cell = policy.compute_pace, policy.pace(now) * policy.costs.load_seconds(1)
+        slower, cell = policy.compute.known, policy.link_pace(now) * policy.costs.load_seconds(1)
         self.cell_seconds, empty = cell, self._to_load()
         front, suffix = self.layer, plane.part(plane.prefix_columns, plane.columns)
         others = (*plane.parts(c for c in range(plane.prefix_columns) if tops[c] > front), suffix)
@@ -345,8 +241,8 @@ class Climb(Launches):
         """About how many seconds of compute and of the link its plan still takes, what is in flight left out."""
         policy, width = self.policy, self.plane.request.width
         to_load = self._to_load() if to_load is None else to_load
-        link = policy.pace(now) * policy.costs.load_seconds(sum([width(c) * len(to_load[c]) for c in to_load]))
-        return policy.compute_pace * self._compute_seconds(), link
+        link = policy.link_pace(now) * policy.costs.load_seconds(sum([width(c) * len(to_load[c]) for c in to_load]))
+        return policy.compute.known * self._compute_seconds(), link
 
     def _to_load(self) -> dict[int, list[int]]:
         """The layers at which cells are still to be loaded, of every column that has some."""
@@ -384,7 +280,7 @@ class Climb(Launches):
         column = max((c for c, t in enumerate(tops) if t == top and plane.available[c]), default=-1)
         layer = top - 1
         if top <= 1 or column < 0 or not plane.loadable(column, layer):
-            self.nothing_to_load = self._next_row == plane.layers
+            self.nothing_to_load = self.next_row == plane.layers
             return None
         reached = policy.free_at("compute", now) + (layer - self.layer - 1) * self.alone / plane.layers
         landed = policy.free_at(LINK, now) + policy.link_seconds(plane.request.width(column))

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Any
 
-from cacheflow.op import COMPUTE, FETCH, Kind, Op
+from cacheflow.op import COMPUTE, FETCH, Op
 from cacheflow.plane import Plane
 from cacheflow.policies.base import LINK, Policy
+from cacheflow.policies.batch import plan_batch
 from cacheflow.policies.climb import Climb
-from cacheflow.policies.stairs import plan_batch
+from cacheflow.policies.pace import SLOWER, LinkPace, Pace
 
 OVERTAKEN = 16  # requests that came later and end before one; after that it goes first
-SLOWER = 1.05  # times as slow as planned with is the link from which on what is left is split anew; a guess
-RECENT, ASKED = 8, 3  # ops that are looked back at, and of which, the last large ones, the median counts; guesses
 
 
 class Pipelined(Policy):
@@ -36,13 +34,7 @@ class Pipelined(Policy):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        # Seconds and estimates of the last ops of a kind, see _unit; and how many times its estimate one takes.
-        self._ran: dict[Kind, deque[tuple[float, float]]] = {kind: deque(maxlen=RECENT) for kind in (COMPUTE, FETCH)}
-        self._paces: dict[Kind, float] = {}  # in the same units, as of when this was last asked
-        self._unread = set[Kind]()  # of which an op has ended since
-        self._row = 0.0  # tokens of a large fetch of the request that goes first
-        self._head: Op | None = None  # the fetch that runs
-        self._since = 0.0  # when it was first seen to
+        self.compute, self.link = Pace(), LinkPace(self.costs)  # how fast they turn out to be
         self._climbs: dict[str, Climb] = {}
         self._ranked: list[Climb] | None = None  # of whom is not done, who is served before whom; None: to be found out
         self._wave = 0  # requests that are added with nothing asked between them come at the same time
@@ -73,10 +65,9 @@ class Pipelined(Policy):
             self._ranked = [climb for climb in self._ranked if not climb.plane.done]
 
     def _ended(self, op: Op, seconds: float | None) -> float | None:
-        estimate, unit = super()._ended(op, seconds), self._unit(op.kind)
-        if seconds is not None and estimate and unit > 0:
-            self._ran[op.kind].append((seconds, estimate / unit))
-            self._unread.add(op.kind)
+        estimate = super()._ended(op, seconds)
+        if seconds is not None and estimate is not None:
+            (self.link if op.kind == FETCH else self.compute).ended(seconds, estimate)
         return estimate
 
     def failed(self, op: Op, reason: str) -> None:
@@ -132,7 +123,7 @@ class Pipelined(Policy):
         order = self._order(now)
         self._rebalance(order, now)
         # What lands just in time leaves gaps, in which others' launches would make the first late.
-        if len(order) == 1 and (early := order[0].fetch_early(now)):
+        if len(order) == 1 and (early := order[0].early.next_fetch(now)):
             return early
         order = [climb for climb in order if not climb.nothing_to_load]
         planned = next(filter(None, (climb.next_fetch(now) for climb in order)), None)
@@ -176,77 +167,22 @@ class Pipelined(Policy):
 
     def link_seconds(self, cells: int) -> float:
         """What moving so many (token, layer) pairs takes, by what the link was seen to do."""
-        return self._known_pace(FETCH) * self.costs.load_seconds(cells)
+        return self.link.known * self.costs.load_seconds(cells)
 
-    @property
-    def compute_pace(self) -> float:
-        """How many times its estimate a compute op takes, as others did."""
-        return self._known_pace(COMPUTE)
-
-    def pace(self, now: float) -> float:
-        """How many times its estimate a fetch takes: as others did, and as the one that runs has already."""
-        known, (head, estimate) = self._known_pace(FETCH), self._queued[LINK][0] if self._queued[LINK] else (None, 0.0)
-        if head is not self._head:
-            self._head, self._since = head, now
-        taken = now - self._since - self.costs.latency
-        if not estimate or taken <= estimate or not (unit := self._unit(FETCH)):
-            return known
-        return max(known, self._pace(FETCH, (taken, estimate / unit)))
-
-    def link_steady(self, now: float) -> bool:
-        """Whether the link does what it is estimated to."""
-        return abs(self.pace(now) - 1) < SLOWER - 1
-
-    @property
-    def link_late(self) -> bool:
-        """Whether the last fetch, a large one, lost more than those before."""
-        if not self._ran[FETCH] or not (unit := self._unit(FETCH)):
-            return False
-        seconds, units = self._ran[FETCH][-1]
-        lost = self._lost(FETCH, seconds / unit, units)
-        return units >= self._row / 4 and 1 + lost > SLOWER * self._known_pace(FETCH)
-
-    def _pace(self, kind: Kind, *running: tuple[float, float]) -> float:
-        """How many times its estimate an op of a kind takes, by what ran last and what runs: the median of the last
-        ASKED large ones, so that neither an outlier counts, nor what every small op loses."""
-        ran, unit = [*self._ran[kind], *running], self._unit(kind)
-        least = self._row / 4 if kind == FETCH else max([units for _, units in ran]) / 2
-        large = [one for one in ran if one[1] >= least][-ASKED:]
-        lost = [self._lost(kind, seconds / unit, units) for seconds, units in large]
-        if len(lost) < ASKED:
-            lost += [self._known_pace(kind) - 1] * (ASKED - len(lost))
-        return 1 + sorted(lost)[ASKED // 2]
-
-    def _lost(self, kind: Kind, took: float, units: float) -> float:
-        """The share by which an op took longer than estimated. What a fetch smaller than a row loses may be a cost of
-        each, and is not taken to grow with size."""
-        more = took - units
-        return more / (max(units, self._row) if more > 0 and kind == FETCH else units)
-
-    def _known_pace(self, kind: Kind) -> float:
-        unit = self._unit(kind)
-        if kind in self._unread and unit:
-            self._unread.remove(kind)
-            self._paces[kind] = self._pace(kind) * unit
-        return self._paces.get(kind, unit) / unit if unit else 1.0
-
-    def _unit(self, kind: Kind) -> float:
-        """What estimates are counted in: of fetches what a cell takes, which costs that learn change meanwhile."""
-        return self.costs.load_seconds(1) if kind == FETCH else 1.0
+    def link_pace(self, now: float) -> float:
+        """How many times its estimate a fetch takes."""
+        return self.link.at(now, self._queued[LINK])
 
     def link_busy(self, now: float) -> float:
         """Estimated seconds until what is in flight on the link has landed."""
-        if not self._queued[LINK]:
-            return 0.0
-        whole = self.pace(now) * sum([self.costs.seconds(op) for op, _ in self._queued[LINK]])
-        return max(0.0, whole - (now - self._since))
+        return self.link.busy(now, self._queued[LINK])
 
     def _rebalance(self, order: list[Climb], now: float) -> None:
         """Where the link is slower than planned with, split anew what is left of the first."""
         if order:
-            self._row = min(order[0].row, self.staging_cells or order[0].row)
-            cell, planned = self.pace(now) * self.costs.load_seconds(1), SLOWER * order[0].cell_seconds
-            if cell > planned and cell > planned * self.compute_pace and not order[0].nothing_to_load:
+            self.link.row = min(order[0].row, self.staging_cells or order[0].row)
+            cell, planned = self.link_pace(now) * self.costs.load_seconds(1), SLOWER * order[0].cell_seconds
+            if cell > planned and cell > planned * self.compute.known and not order[0].nothing_to_load:
                 order[0].rebalance(now)
 
     def hidden_room(self) -> float:

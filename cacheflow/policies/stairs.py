@@ -5,22 +5,22 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import cache
 from itertools import compress
 from operator import not_
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from cacheflow.costs.base import Costs, LayerWork, Span
 from cacheflow.op import COMPUTE, COPY, FETCH
 from cacheflow.plane import Plane
 
-Seconds = NDArray[np.float64]
 Run = tuple[int, int, int]  # layers, columns computed there, columns that go on above
+
+PIECES = 4  # most fetches of the first layer, and of the last
+MEETING = 6  # most steps that are made towards where compute and link end together
+OPTIONS = 24  # splits of a request that a batch's plan tells apart
+SAMPLED = 6  # every so many of those is worked out, the others are interpolated
 
 
 class Stairs(NamedTuple):
@@ -224,12 +224,6 @@ class Planner:
             self._load.cache_clear()
 
 
-PIECES = 4  # most fetches of the first layer, and of the last
-
-
-MEETING = 6  # most steps that are made towards where compute and link end together
-
-
 def _lowest(function: Callable[[int], Stairs], last: int, behind: float) -> list[Stairs]:
     """The lowest values of something over 0..last that falls and then rises around where compute and link end together,
     and that of the last, which waits for no load.
@@ -277,125 +271,3 @@ def _around(function: Callable[[int], Stairs], at: int, last: int) -> range:
         else:
             low = middle + 1
     return range(low, high + 1)
-
-
-OPTIONS, BINS = 24, 64  # splits of a request, and differences of the two clocks, that a batch's plan tells apart
-SAMPLED = 6  # every so many of the splits is worked out, the others are interpolated
-WEIGHTS = (0.0, 0.75, 1.5, 2.25, 3.0, 6.0)  # of the last first token against the sum of all, by the number of requests
-
-
-def plan_batch(
-    planners: Sequence[Planner],
-    most: Sequence[int],
-    compute_at: float,
-    link_at: float,
-    objective: Callable[[float, float], float],
-) -> list[Stairs]:
-    """Stairs for requests that are served in this order, each with at most so many columns beyond the first layer.
-
-    Both resources work on without a gap, so that a request is done when both have done their sums up to it: with C and
-    D the sums of compute and link seconds of those before, at max(C + compute, D + link). The sum of that over all, and
-    the last of it times a weight, is minimised by a dynamic program backwards over D - C: what a choice does to those
-    behind it is in that difference, and in the seconds by which it moves all of them. Of the plans for several weights,
-    and that in which each ends as soon as it can, the one is taken whose objective, a function of the mean and of the
-    last, is least.
-    """
-    choices = [_Options(planner, limit) for planner, limit in zip(planners, most, strict=True)]
-    start = link_at - compute_at
-    plans = [_follow(choices, picked, start) for picked in (*_dynamic_program(choices, start), None)]
-    best = min(plans, key=lambda plan: objective(sum(plan.ends) / len(plan.ends), plan.ends[-1]))
-    return [options.stairs(*split) for options, split in zip(choices, best.splits, strict=True)]
-
-
-class _Options:
-    """Splits of one request, between nothing and `most` columns, and [options] seconds of compute and of the link.
-
-    What attention takes beyond other work grows with the square of the columns; all else is close to linear between
-    the splits that are worked out.
-    """
-
-    def __init__(self, planner: Planner, most: int) -> None:
-        spread = planner.spread(most)
-        splits, bounds = [planner.split(i) for i in spread], planner.bounds
-        tokens = [bounds[c] + partly / planner.steps * (bounds[c + 1] - bounds[c]) for c, partly in splits]
-        pairs = planner.costs.pair_marginal * planner.steps * np.square(tokens) / 2
-        sampled = sorted({*range(0, len(spread), SAMPLED), len(spread) - 1})
-        at, pairs_at = [spread[i] for i in sampled], pairs[sampled]
-        compute, link = list[Seconds](), list[Seconds]()
-        for first in planner.rows:
-            exact = [planner.evaluate(columns, partly, first) for columns, partly in (splits[i] for i in sampled)]
-            compute.append(pairs + np.interp(spread, at, [stairs.compute for stairs in exact] - pairs_at))
-            link.append(np.interp(spread, at, [stairs.link for stairs in exact]))
-        self.compute, self.link = np.concatenate(compute), np.concatenate(link)
-        self.seconds = list(zip(self.compute.tolist(), self.link.tolist(), strict=True))  # the same as plain numbers
-        self._planner, self._spread = planner, spread
-
-    def soonest(self, difference: float) -> int:
-        """The option that ends first, if the link is `difference` seconds behind compute before."""
-        return int(np.maximum(self.compute, difference + self.link).argmin())
-
-    def beyond(self, option: int, difference: float) -> float:
-        """How far from an option to a neighbour both sides end together; 0 if they do not on the way."""
-        at, (compute, link) = option % len(self._spread), self.seconds[option]
-        late = difference + link - compute
-        for other in (-1, 1):
-            if 0 <= at + other < len(self._spread):
-                compute, link = self.seconds[option + other]
-                later = difference + link - compute
-                if late * later < 0:
-                    return other * late / (late - later)
-        return 0.0
-
-    def stairs(self, option: int, beyond: float) -> Stairs:
-        row, at = divmod(option, len(self._spread))
-        units = round(float(np.interp(at + beyond, range(len(self._spread)), self._spread)))
-        return self._planner.evaluate(*self._planner.split(units), self._planner.rows[row])
-
-
-def _dynamic_program(choices: Sequence[_Options], start: float) -> list[list[int]]:
-    """For every weight, which option each request takes. start: of the link's clock against that of compute."""
-    steps = [options.link - options.compute for options in choices]
-    reach = abs(start) + sum(float(np.abs(step).max()) for step in steps) + 1e-9
-    # Close together near 0, since there are short requests among long ones.
-    differences = reach * np.sinh(np.linspace(-8, 8, BINS)) / np.sinh(8)
-    apart, weights = np.diff(differences), len(choices) * np.array(WEIGHTS)[:, None, None]
-    values, best = np.zeros((len(WEIGHTS), BINS)), list[NDArray[np.int64]]()
-    for behind, (options, step) in enumerate(zip(reversed(choices), reversed(steps), strict=True)):
-        own = np.maximum(options.compute, differences[:, None] + options.link)  # [bins, options]; cost: of each weight
-        after = differences[:, None] + step
-        left = np.searchsorted(differences[1:-1], after)
-        share = (after - differences[left]) / apart[left]
-        cost = own * (1 + weights) if behind == 0 else own + options.compute * (behind + weights)
-        cost += values.take(left, axis=1) * (1 - share) + values.take(left + 1, axis=1) * share
-        best.append(np.argmin(cost, axis=2))
-        values = np.take_along_axis(cost, best[-1][..., None], axis=2)[..., 0]
-    picked, difference = list[NDArray[np.int64]](), np.full(len(WEIGHTS), start, float)
-    for step, of_bins in zip(steps, reversed(best), strict=True):
-        nearest = np.abs(differences - difference[:, None]).argmin(axis=1)
-        picked.append(of_bins[range(len(WEIGHTS)), nearest])
-        difference += step[picked[-1]]
-    plans: list[list[int]] = np.transpose(picked).tolist()
-    return plans
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """splits: an option of each request, and how far beyond it. ends: seconds to each first token."""
-
-    splits: list[tuple[int, float]]
-    ends: list[float]
-
-
-def _follow(choices: Sequence[_Options], picked: Sequence[int] | None, start: float) -> _Plan:
-    """What becomes of options, or, without, of those that end first; each moved to where both sides end together."""
-    splits, ends, computed, loaded = list[tuple[int, float]](), list[float](), 0.0, start
-    for i, options in enumerate(choices):
-        option = options.soonest(loaded - computed) if picked is None else picked[i]
-        beyond = options.beyond(option, loaded - computed)
-        compute, link = options.seconds[option]
-        other_compute, other_link = options.seconds[option + (beyond > 0) - (beyond < 0)]
-        computed += compute + abs(beyond) * (other_compute - compute)
-        loaded += link + abs(beyond) * (other_link - link)
-        splits.append((option, beyond))
-        ends.append(max(computed, loaded))
-    return _Plan(splits, ends)

@@ -16,10 +16,11 @@ from cacheflow.costs.learned import Learned
 from cacheflow.costs.roofline import GBPS, Roofline, device
 from cacheflow.op import COMPUTE, FETCH, Op, Part
 from cacheflow.plane import Plane
+from cacheflow.policies.batch import plan_batch
 from cacheflow.policies.climb import STEEP, Climb
 from cacheflow.policies.launches import JOINED
 from cacheflow.policies.pipelined import OVERTAKEN, Pipelined, _rank
-from cacheflow.policies.stairs import Planner, plan_batch
+from cacheflow.policies.stairs import Planner
 from cacheflow.request import Request
 from cacheflow.simulate import Simulation
 from models.config import ModelConfig
@@ -72,8 +73,8 @@ def test_the_planner_predicts_what_the_simulator_runs(monkeypatch, partly, colum
     planner = Planner(Plane(one), costs, 8192, STAGING)
     stairs = planner.evaluate(columns, partly if columns < 8 else 0, planner.count if row else 0)
     monkeypatch.setattr(Planner, "best", lambda self, *arguments: stairs)
-    for name in ("relieve", "rebalance", "fetch_early"):
-        monkeypatch.setattr(f"cacheflow.policies.climb.Climb.{name}", lambda *arguments: None)
+    for name in ("climb.Climb.relieve", "climb.Climb.rebalance", "early.EarlyLoads.next_fetch"):
+        monkeypatch.setattr(f"cacheflow.policies.{name}", lambda *arguments: None)
     monkeypatch.setattr("cacheflow.policies.climb.STEEP", 0)
     monkeypatch.setattr("cacheflow.policies.launches.JOINED", 0)
     simulation = Simulation(Pipelined(costs, staging_cells=STAGING), [one])
@@ -186,7 +187,7 @@ def test_a_slope_and_early_loads_cost_a_link_that_stays_as_it_is_next_to_nothing
     one = [Request.of("a", prefix=prefix, suffix=64, chunk=CHUNK, layers=LLAMA.layers, holes=holes)]
     sloped = ttft("pipelined", costs, one)["a"]
     monkeypatch.setattr("cacheflow.policies.climb.STEEP", 0)
-    monkeypatch.setattr("cacheflow.policies.climb.Climb.fetch_early", lambda self, now: None)
+    monkeypatch.setattr("cacheflow.policies.early.EarlyLoads.next_fetch", lambda self, now: None)
     assert sloped <= 1.0045 * ttft("pipelined", costs, one)["a"]
 
 
@@ -233,20 +234,20 @@ def test_what_costs_have_learned_of_a_link_is_not_counted_twice():
 
 
 def test_a_second_fetch_that_takes_too_long_is_seen_before_it_ends(monkeypatch):
-    monkeypatch.setattr("cacheflow.policies.climb.Climb.fetch_early", lambda self, now: None)
+    monkeypatch.setattr("cacheflow.policies.early.EarlyLoads.next_fetch", lambda self, now: None)
     costs = roofline("H100", 40)
     policy = Pipelined(costs, staging_cells=STAGING)
     policy.add(Plane(request("a", 8192, 64)))
     op = policy.next("link", 1.0)
-    assert policy.pace(1.0) == 1 and policy.link_busy(1.0) == costs.seconds(op)
-    assert policy.pace(1.0 + 3 * costs.seconds(op)) == 1, "one may be an outlier"
+    assert policy.link_pace(1.0) == 1 and policy.link_busy(1.0) == costs.seconds(op)
+    assert policy.link_pace(1.0 + 3 * costs.seconds(op)) == 1, "one may be an outlier"
     policy.finished(op, 4 * costs.seconds(op))
-    assert policy.pace(2.0) == 1
+    assert policy.link_pace(2.0) == 1
     op = policy.next("link", 2.0)
-    assert policy.pace(2.0) == policy.pace(2.0 + costs.seconds(op) / 2) == 1
+    assert policy.link_pace(2.0) == policy.link_pace(2.0 + costs.seconds(op) / 2) == 1
     share = costs.seconds(op) / costs.load_seconds(1) / policy._climbs["a"].row
     assert share < 1, "what it loses may be a cost of its own, and larger fetches lose no more"
-    assert policy.pace(2.0 + 3 * costs.seconds(op)) == pytest.approx(1 + 2 * share)
+    assert policy.link_pace(2.0 + 3 * costs.seconds(op)) == pytest.approx(1 + 2 * share)
 
 
 class Late(Roofline):
@@ -314,7 +315,7 @@ def test_where_the_link_is_behind_and_compute_idle_others_than_the_first_are_spl
 @pytest.mark.parametrize("gbps", [10, 40])
 def test_behind_a_fetch_that_takes_too_long_the_right_of_a_row_comes_first(monkeypatch, gbps):
     """If it was no outlier, compute takes over what is left of that."""
-    monkeypatch.setattr("cacheflow.policies.climb.Climb.fetch_early", lambda self, now: None)
+    monkeypatch.setattr("cacheflow.policies.early.EarlyLoads.next_fetch", lambda self, now: None)
     one = request("a", 16384, 64)
 
     def torn(**late) -> list[int]:
