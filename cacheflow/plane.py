@@ -249,8 +249,8 @@ class Plane:
         """Change what is counted by column by so much for every needed cell of columns [first, last) in a band."""
         if self._windowed:
             rows = [row[first:last] for row in self.need[layers.start : layers.stop]]
+            changes = [change * sum(cells) for cells in zip(*rows, strict=True)]
             for of_columns in counts:
-                changes = [change * sum(cells) for cells in zip(*rows, strict=True)]
                 of_columns[first:last] = map(add, of_columns[first:last], changes)
         else:
             change *= len(layers)

@@ -66,7 +66,8 @@ class Axis(ABC):
         op, seconds = self.compute_unit(now)
         if op is not None:
             spare = self._loaded_at(now) - self.policy.free_at("compute", now)
-            share = spare / (seconds + self.policy.costs.load_seconds(op.tokens * len(op.layers)))
+            both = seconds + self.policy.costs.load_seconds(op.tokens * len(op.layers))
+            share = spare / both if both else 1.0  # of what takes no time either way
             if share < 1 and self._may_cut:
                 op = self.cut_compute(op, share) if share > 0 else None
             elif seconds > spare:

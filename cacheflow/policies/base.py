@@ -23,10 +23,11 @@ class Policy(ABC):
 
     The same object runs in virtual time, on real streams, and inside a host that owns model, pages and loop. The
     protocol: `add` a plane; ask `next(resource, now)` for an op for "compute" or "link" whenever that resource can take
-    one (None: nothing now, ask again after the next completion); report every op with `finished` or `failed`. A
-    finished fetch means that its copy is queued at once; the copy is reported too.
+    one (None: nothing now, ask again after the next completion); report every op with `finished` or `failed`; of a
+    fetch that fails in part, the failures first. A finished fetch means that its copy is queued at once; the copy is
+    reported too.
 
-    costs: seconds of ops, as estimates; they may change between two calls.
+    costs: seconds of ops, as estimates; they may change, in place, between two calls.
     token_budget: most tokens in one compute op.
     hidden_tokens: most tokens whose hidden states may be kept between ops, over all requests; None: no limit.
     staging_cells: most (token, layer) pairs in one fetch op, which is what one staging buffer holds; None: no limit.
@@ -116,8 +117,8 @@ class Policy(ABC):
         self._ended(op, None)
 
     def _ended(self, op: Op, seconds: float | None) -> float | None:
-        """What the op was estimated to take that was in flight for it, and is not any more; None: another part of that
-        has failed before. seconds: what it took; None: it failed."""
+        """Take an op, or the one that it is a part of, off its resource's queue, and give its estimate; None if a part
+        that failed has taken it off before. seconds: what it took; None: it failed."""
         resource = RESOURCES[op.kind]
         for i, (queued, estimate) in enumerate(self._queued[resource]):
             if queued is op or _covers(queued, op):

@@ -31,6 +31,9 @@ class Climb(Launches):
     cell_seconds: of the link per (token, layer) pair, as planned with. row: tokens of a layer that are loaded, as
     planned, in the mean.
     wave: when it came. overtaken: by how many that came later.
+    next_row: no layer below has anything to load. nothing_to_load: nothing is planned to be loaded any more, and
+    `relieve` has nothing either. Both hold until `changed`: a cell can be loaded again only after a failure, and tops
+    move only where that is called.
     """
 
     def __init__(self, policy: Pipelined, plane: Plane, wave: int) -> None:
@@ -45,8 +48,8 @@ class Climb(Launches):
         self.overtaken = 0
         self._cut: set[int] = set()  # the first and the last layer of which something is loaded
         self.early = EarlyLoads(self)
-        self.next_row = 0  # no layer below has anything to load
-        self.nothing_to_load = False  # of what is planned, nor of what compute was to fill
+        self.next_row = 0
+        self.nothing_to_load = False
 
     def due(self, now: float) -> float:
         """When its first token is wanted, counted from when this is first asked; infinite: any time."""
@@ -78,7 +81,7 @@ class Climb(Launches):
     def begun(self) -> bool:
         """Whether anything was filled, or is in flight."""
         plane = self.plane
-        return plane.state.count(bytearray([EMPTY]) * plane.columns) < plane.layers
+        return plane.in_flight > 0 or plane.state.count(bytearray([EMPTY]) * plane.columns) < plane.layers
 
     @property
     def waiting_tokens(self) -> int:
@@ -97,7 +100,7 @@ class Climb(Launches):
             self.tops = stairs.tops(count, self.plane.layers)
             self._slope(stairs, most)
             self.early.allow(stairs.seconds)
-        self.cell_seconds = self.policy.link_seconds(1)
+        self.cell_seconds = self.policy.link_pace.seconds(1)
         left = [self.plane.layers - top for c, top in enumerate(self.tops) if self.plane.available[c]]
         width = self.plane.request.boundaries[count] / max(1, count)
         self.row = width * sum(left) / max(1, *left) if left else 0.0
@@ -164,7 +167,7 @@ class Climb(Launches):
         columns = plane.loadable_columns(range(plane.prefix_columns), layer) if layer < plane.layers else ()
         tokens = sum(map(plane.request.width, columns))
         if tokens:
-            return self.policy.free_at(LINK, now) + self.policy.link_seconds(tokens)
+            return self.policy.free_at(LINK, now) + self.policy.link_pace.seconds(tokens)
         return self.policy.lands(plane.request.id, layer, now)
 
     def next_fetch(self, now: float) -> Op | None:
@@ -175,7 +178,7 @@ class Climb(Launches):
             if layer in self._cut and row:
                 stored, pieces = sum([plane.available[c] for c in row]), self.planner.pieces(row[0])
                 row = plane.loadable_columns(row, layer)[: -(-stored // pieces)]
-            elif len(row) > 1 and self.policy.link.late:
+            elif len(row) > 1 and self.policy.link_pace.late:
                 # Should it not be an outlier, compute takes over from the left.
                 row = plane.loadable_columns(row, layer)
                 row = row[len(row) // 2 :]
@@ -195,14 +198,14 @@ class Climb(Launches):
         plane, policy, tops = self.plane, self.policy, self.tops
         if self.windowed or tops is None:
             return False
-        slower, cell = policy.compute.known, policy.link_pace(now) * policy.costs.load_seconds(1)
+        slower, cell = policy.compute_pace.known, policy.link_pace.at(now) * policy.costs.load_seconds(1)
         self.cell_seconds, empty = cell, self._to_load()
         front, suffix = self.layer, plane.part(plane.prefix_columns, plane.columns)
         others = (*plane.parts(c for c in range(plane.prefix_columns) if tops[c] > front), suffix)
         launch = policy.costs.seconds(Op(COMPUTE, range(1), others))
         compute, link = self.left(now, empty)
         compute += ahead[0] + policy.free_at("compute", now) - now
-        link += ahead[1] + policy.link_busy(now)
+        link += ahead[1] + policy.link_pace.busy(now)
         soonest = before = max(compute, link)
         taken, room = dict[int, int](), policy.hidden_room()
         for c in empty:
@@ -241,8 +244,8 @@ class Climb(Launches):
         """About how many seconds of compute and of the link its plan still takes, what is in flight left out."""
         policy, width = self.policy, self.plane.request.width
         to_load = self._to_load() if to_load is None else to_load
-        link = policy.link_pace(now) * policy.costs.load_seconds(sum([width(c) * len(to_load[c]) for c in to_load]))
-        return policy.compute.known * self._compute_seconds(), link
+        link = policy.link_pace.at(now) * policy.costs.load_seconds(sum([width(c) * len(to_load[c]) for c in to_load]))
+        return policy.compute_pace.known * self._compute_seconds(), link
 
     def _to_load(self) -> dict[int, list[int]]:
         """The layers at which cells are still to be loaded, of every column that has some."""
@@ -283,7 +286,7 @@ class Climb(Launches):
             self.nothing_to_load = self.next_row == plane.layers
             return None
         reached = policy.free_at("compute", now) + (layer - self.layer - 1) * self.alone / plane.layers
-        landed = policy.free_at(LINK, now) + policy.link_seconds(plane.request.width(column))
+        landed = policy.free_at(LINK, now) + policy.link_pace.seconds(plane.request.width(column))
         if landed + policy.costs.fixed(FETCH) >= reached:
             return None
         tops[column] = layer

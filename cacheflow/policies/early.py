@@ -29,7 +29,7 @@ class _Timetable(NamedTuple):
     begins: list[float]
 
 
-class _Pace(NamedTuple):
+class _Transfer(NamedTuple):
     """Seconds of a fetch and of its copy: fixed, and for each cell of a column."""
 
     fetch: float
@@ -63,30 +63,32 @@ class EarlyLoads:
         climb, plane, policy, costs = self._climb, self._climb.plane, self._climb.policy, self._climb.policy.costs
         if climb.stairs is None or plane.layers < 3 or not climb.begun:
             return None
-        as_estimated = abs(policy.link_pace(now) - 1) < SLOWER - 1
+        as_estimated = abs(policy.link_pace.at(now) - 1) < SLOWER - 1
         if not as_estimated or self._spare_compute < costs.interference_per_fetch:
             return None
         column = self._last_column()
         if column is None:
             return None
         width = plane.request.boundaries[plane.prefix_columns] / plane.prefix_columns
-        cell, copied = policy.link_seconds(1) * width, width * costs.shape.cell_bytes / costs.copy_bandwidth
+        cell, copied = policy.link_pace.seconds(1) * width, width * costs.shape.cell_bytes / costs.copy_bandwidth
         if copied > cell:
             return None  # copies are behind, and those of what is needed first would be too
-        pace = _Pace(costs.fixed(FETCH), cell, costs.fixed(COPY), copied)
+        transfer = _Transfer(costs.fixed(FETCH), cell, costs.fixed(COPY), copied)
         if self._timetable is None:
             self._timetable = self._planned_launches()
         free = policy.free_at("compute", now) - now - self._launched(self._timetable)
-        busy = policy.link_busy(now)
-        band = self._band(column, self._timetable, pace, busy, free)
+        busy = policy.link_pace.busy(now)
+        band = self._band(column, self._timetable, transfer, busy, free)
         if not band:
             return None
-        landed = busy + pace.fetch + pace.cell * len(band)
-        early = self._waits(self._timetable, pace, landed, landed + pace.copy + pace.copied * len(band), free, band)
-        longer = early - self._waits(self._timetable, pace, busy, busy, free, range(0))
+        landed = busy + transfer.fetch + transfer.cell * len(band)
+        copies = landed + transfer.copy + transfer.copied * len(band)
+        longer = self._waits(self._timetable, transfer, landed, copies, free, band)
+        if longer > 0:
+            longer = max(0.0, longer - self._waits(self._timetable, transfer, busy, busy, free, range(0)))
         if longer > self._spare:
             return None
-        self._spare -= max(0.0, longer)
+        self._spare -= longer
         self._spare_compute -= costs.interference_per_fetch
         return Op(FETCH, band, (plane.part(column, column + 1),))
 
@@ -99,7 +101,7 @@ class EarlyLoads:
                 return column
         return None
 
-    def _band(self, column: int, timetable: _Timetable, pace: _Pace, busy: float, free: float) -> range:
+    def _band(self, column: int, timetable: _Timetable, transfer: _Transfer, busy: float, free: float) -> range:
         """Layers of the column: no more than a layer's loads, and none whose launch would wait for the copy. busy: of
         the link, free: when compute is, counted from the first launch; as all below in seconds."""
         climb, plane, staging, tops = self._climb, self._climb.plane, self._climb.policy.staging_cells, self._climb.tops
@@ -109,16 +111,16 @@ class EarlyLoads:
         most = max(1, min(row, staging // plane.request.width(column)) if staging else row)
         band = plane.loadable_band(column)
         band = range(max(band.start, band.stop - most, tops[column]), band.stop)
-        landed = busy + pace.fetch + pace.cell * len(band)
-        in_time = bisect_left(timetable.begins, landed + pace.copy + pace.copied * len(band) - free)
+        landed = busy + transfer.fetch + transfer.cell * len(band)
+        in_time = bisect_left(timetable.begins, landed + transfer.copy + transfer.copied * len(band) - free)
         return range(max(band.start, in_time), band.stop)
 
     def _waits(
-        self, timetable: _Timetable, pace: _Pace, landed: float, copies: float, free: float, early: range
+        self, timetable: _Timetable, transfer: _Transfer, landed: float, copies: float, free: float, early: range
     ) -> float:
         """Seconds that launches wait from now on, the last among them, when the link is free in `landed` and copies are
         in so many. early: layers of one column that are loaded by then."""
-        (computed, holes, begins), (fetch, cell, copy, copied) = timetable, pace
+        (computed, holes, begins), (fetch, cell, copy, copied) = timetable, transfer
         plane, late = self._climb.plane, 0.0
         for layer in range(self._climb.next_row, plane.layers):
             empty = plane.state[layer].count(EMPTY, computed[layer], plane.prefix_columns)

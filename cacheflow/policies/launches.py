@@ -169,7 +169,8 @@ class Launches:
         return Op(COMPUTE, band, tuple(self.plane.part(a, b, project=p, advance=on) for a, b, p, on in parts))
 
     def _leftmost(self, ready: list[Run], share: float) -> list[Run]:
-        """The leftmost columns that are so many tokens together, or more by less than a column."""
+        """The leftmost columns that are so many tokens together, or more by less than a column; but no more than the
+        token budget, unless it is one column."""
         plane, bounds, budget = self.plane, self.plane.request.boundaries, self.policy.token_budget
         tokens, chosen = 0, list[Run]()
         for run in ready:
@@ -179,7 +180,7 @@ class Launches:
             fits = plane.within(run.first, budget - tokens)
             if chosen and bounds[fits] - bounds[run.first] > budget - tokens:
                 break  # not even one column
-            chosen.append(run._replace(last=min(max(enough, run.first + 1), fits, run.last)))
+            chosen.append(Run(run.first, min(max(enough, run.first + 1), fits, run.last), run.top))
             tokens += bounds[chosen[-1].last] - bounds[run.first]
             if chosen[-1].last < run.last:
                 break
@@ -189,7 +190,8 @@ class Launches:
         """What is pending there is two runs from now on, of which this one is the first."""
         pending = self._pending()
         at = next(i for i, other in enumerate(pending) if other.first <= run.first < other.last)
-        pending[at : at + 1] = [pending[at]._replace(last=run.last), pending[at]._replace(first=run.last)]
+        first, last, top = pending[at]
+        pending[at : at + 1] = [Run(first, run.last, top), Run(run.last, last, top)]
 
     def _joined(self, op: Op, runs: list[Run], room: float) -> Op:
         """The same through more layers, as far as nothing waits there and an op's fixed cost is worth it."""

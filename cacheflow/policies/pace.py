@@ -9,104 +9,113 @@ from cacheflow.costs.base import Costs
 from cacheflow.op import Op
 
 SLOWER = 1.05  # times as slow as planned with is the link from which on what is left is split anew; a guess
-RECENT, ASKED = 8, 3  # ops that are looked back at, and of which, the last large ones, the median counts; guesses
-
-Queued = Sequence[tuple[Op, float]]  # ops in flight and their estimates, the one that runs first
+RECENT, ASKED = 8, 3  # ops by which one is large, and large ones of which the median counts; guesses
 
 
 class Pace:
-    """Of compute: the median of the last ASKED large ops, so that neither an outlier counts, nor what every small op
-    loses."""
+    """How many times its estimate a compute op takes.
+
+    That is the median of the last ASKED large ones, so that neither an outlier counts, nor what every small op loses;
+    those that have still to come count as estimated.
+
+    row: see LinkPace.
+    """
 
     def __init__(self) -> None:
-        self._ran: deque[tuple[float, float]] = deque(maxlen=RECENT)  # seconds, and estimates in units
-        self._seconds: float | None = None  # of a unit, as of when this was last asked; None: as estimated
-        self._unread = False  # whether an op has ended since
+        self.row = 0.0
+        self._large: deque[tuple[float, float]] = deque(maxlen=ASKED)  # seconds, and estimates in units, of the last
+        self._sizes: deque[float] = deque(maxlen=RECENT)  # estimates in units of the last, large or not
+        self._known, self._of = 1.0, (0.0, 0.0)  # and the unit and the row that it was worked out with
 
     def ended(self, seconds: float, estimate: float) -> None:
-        """An op took so many seconds."""
-        if estimate and (unit := self._unit()):
-            self._ran.append((seconds, estimate / unit))
-            self._unread = True
+        """An op took so many seconds. estimate: by the costs of now."""
+        unit = self._unit()
+        if not estimate or not unit:
+            return
+        size = estimate / unit
+        self._sizes.append(size)
+        if self._is_large(size):
+            self._large.append((seconds, size))
+            self._of = 0.0, 0.0
 
     @property
     def known(self) -> float:
         """As ops that ended did."""
+        of = self._unit(), self.row
+        if self._of != of:
+            self._known, self._of = self._median(self._large), of
+        return self._known
+
+    def _median(self, large: Sequence[tuple[float, float]]) -> float:
         if not (unit := self._unit()):
             return 1.0
-        if self._unread:
-            self._unread = False
-            self._seconds = self._median(unit) * unit
-        return 1.0 if self._seconds is None else self._seconds / unit
-
-    def _median(self, unit: float, *running: tuple[float, float]) -> float:
-        """By what ran last, and what runs."""
-        ran = [*self._ran, *running]
-        least = self._least(ran)
-        large = [one for one in ran if one[1] >= least][-ASKED:]
-        lost = [self._lost(seconds / unit, units) for seconds, units in large]
-        if len(lost) < ASKED:
-            lost += [self.known - 1] * (ASKED - len(lost))
-        return 1 + sorted(lost)[ASKED // 2]
+        lost = [self._lost(seconds / unit, size) for seconds, size in large]
+        return 1 + sorted([0.0] * (ASKED - len(lost)) + lost)[ASKED // 2]
 
     def _unit(self) -> float:
         """Seconds that estimates are counted in."""
         return 1.0
 
-    def _least(self, ran: Sequence[tuple[float, float]]) -> float:
-        """Units of an op that counts as large."""
-        return max([units for _, units in ran]) / 2
+    def _is_large(self, size: float) -> bool:
+        return 2 * size >= max(self._sizes)
 
-    def _lost(self, took: float, units: float) -> float:
-        """The share by which an op took longer than estimated."""
-        return (took - units) / units
+    def _lost(self, took: float, size: float) -> float:
+        """The share by which an op took longer than estimated, both in units."""
+        return (took - size) / size
 
 
 class LinkPace(Pace):
-    """The same of the link, counted in what a cell takes, which costs that learn change meanwhile.
+    """How many times its estimate a fetch takes; counted in what a cell takes, which costs that learn change.
 
-    row: tokens of a large fetch of the request that goes first.
+    queued: the fetches in flight, the one that runs first, and their estimates when they were queued.
+    row: tokens of a large fetch of the request that goes first now.
     """
 
-    def __init__(self, costs: Costs) -> None:
+    def __init__(self, costs: Costs, queued: Sequence[tuple[Op, float]]) -> None:
         super().__init__()
-        self.row = 0.0
         self._costs = costs
+        self._queued = queued
         self._head: Op | None = None  # the fetch that runs
         self._since = 0.0  # when it was first seen to
 
-    def at(self, now: float, queued: Queued) -> float:
+    def at(self, now: float) -> float:
         """As fetches that ended did, and as the one that runs has already."""
-        known, (head, estimate) = self.known, queued[0] if queued else (None, 0.0)
-        if head is not self._head:
-            self._head, self._since = head, now
-        taken = now - self._since - self._costs.latency
-        if not estimate or taken <= estimate or not (unit := self._unit()):
+        known, taken, unit = self.known, self._taken(now) - self._costs.latency, self._unit()
+        if not unit or taken <= 0 or taken <= (estimate := self._costs.seconds(self._queued[0][0])):
             return known
-        return max(known, self._median(unit, (taken, estimate / unit)))
+        size = estimate / unit
+        if not size or not self._is_large(size):
+            return known
+        return max(known, self._median([*self._large, (taken, size)][-ASKED:]))
 
-    def busy(self, now: float, queued: Queued) -> float:
+    def busy(self, now: float) -> float:
         """Estimated seconds until what is in flight has landed."""
-        if not queued:
-            return 0.0
-        whole = self.at(now, queued) * sum([self._costs.seconds(op) for op, _ in queued])
-        return max(0.0, whole - (now - self._since))
+        whole = self.at(now) * sum([self._costs.seconds(op) for op, _ in self._queued])
+        return max(0.0, whole - self._taken(now))
+
+    def seconds(self, cells: int) -> float:
+        """What moving so many (token, layer) pairs takes, as fetches that ended did."""
+        return self.known * self._costs.load_seconds(cells)
 
     @property
     def late(self) -> bool:
-        """Whether the last fetch, a large one, lost more than those before."""
-        if not self._ran or not (unit := self._unit()):
-            return False
-        seconds, units = self._ran[-1]
-        return units >= self._least(()) and 1 + self._lost(seconds / unit, units) > SLOWER * self.known
+        """Whether the last large fetch took longer than those before."""
+        return bool(self._large) and self._median([self._large[-1]] * ASKED) > SLOWER * self.known
+
+    def _taken(self, now: float) -> float:
+        """Seconds since the fetch that runs was first seen to; 0 where none does."""
+        head = self._queued[0][0] if self._queued else None
+        if head is not self._head:
+            self._head, self._since = head, now
+        return now - self._since if head else 0.0
 
     def _unit(self) -> float:
         return self._costs.load_seconds(1)
 
-    def _least(self, ran: Sequence[tuple[float, float]]) -> float:
-        return self.row / 4
+    def _is_large(self, size: float) -> bool:
+        return size >= self.row / 4
 
-    def _lost(self, took: float, units: float) -> float:
+    def _lost(self, took: float, size: float) -> float:
         """What a fetch smaller than a row loses may be a cost of each, and is not taken to grow with size."""
-        more = took - units
-        return more / (max(units, self.row) if more > 0 else units)
+        more = took - size
+        return more / (max(size, self.row) if more > 0 else size)

@@ -34,9 +34,9 @@ class Pipelined(Policy):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.compute, self.link = Pace(), LinkPace(self.costs)  # how fast they turn out to be
+        self.compute_pace, self.link_pace = Pace(), LinkPace(self.costs, self._queued[LINK])
         self._climbs: dict[str, Climb] = {}
-        self._ranked: list[Climb] | None = None  # of whom is not done, who is served before whom; None: to be found out
+        self._ranked: list[Climb] | None = None  # those that are not done, in the order of service; None: to be found
         self._wave = 0  # requests that are added with nothing asked between them come at the same time
 
     def add(self, plane: Plane) -> None:
@@ -67,7 +67,10 @@ class Pipelined(Policy):
     def _ended(self, op: Op, seconds: float | None) -> float | None:
         estimate = super()._ended(op, seconds)
         if seconds is not None and estimate is not None:
-            (self.link if op.kind == FETCH else self.compute).ended(seconds, estimate)
+            if op.kind == COMPUTE:
+                self.compute_pace.ended(seconds, estimate)
+            else:
+                self.link_pace.ended(seconds, self.costs.seconds(op))
         return estimate
 
     def failed(self, op: Op, reason: str) -> None:
@@ -165,25 +168,14 @@ class Pipelined(Policy):
         is worth one per cent of the other."""
         return mean * last
 
-    def link_seconds(self, cells: int) -> float:
-        """What moving so many (token, layer) pairs takes, by what the link was seen to do."""
-        return self.link.known * self.costs.load_seconds(cells)
-
-    def link_pace(self, now: float) -> float:
-        """How many times its estimate a fetch takes."""
-        return self.link.at(now, self._queued[LINK])
-
-    def link_busy(self, now: float) -> float:
-        """Estimated seconds until what is in flight on the link has landed."""
-        return self.link.busy(now, self._queued[LINK])
-
     def _rebalance(self, order: list[Climb], now: float) -> None:
         """Where the link is slower than planned with, split anew what is left of the first."""
         if order:
-            self.link.row = min(order[0].row, self.staging_cells or order[0].row)
-            cell, planned = self.link_pace(now) * self.costs.load_seconds(1), SLOWER * order[0].cell_seconds
-            if cell > planned and cell > planned * self.compute.known and not order[0].nothing_to_load:
-                order[0].rebalance(now)
+            first, pace = order[0], self.link_pace
+            pace.row = min(first.row, self.staging_cells or first.row)
+            cell, planned = pace.at(now) * self.costs.load_seconds(1), SLOWER * first.cell_seconds
+            if cell > planned and cell > planned * self.compute_pace.known and not first.nothing_to_load:
+                first.rebalance(now)
 
     def hidden_room(self) -> float:
         """Tokens whose hidden states may be kept besides those that are, or will be as planned."""

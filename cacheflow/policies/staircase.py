@@ -322,7 +322,7 @@ class Stairs:
             return None
         seconds = self.cost(column, band.stop) - self.cost(column, at and at + 1)
         both = seconds + costs.load_seconds(self.widths[column] * len(band))
-        top = band.start + int(min(1.0, spare / both) * len(band))
+        top = band.start + int(min(1.0, spare / both if both else 1.0) * len(band))
         while top < band.stop and self.cost(column, top + 1) - self.cost(column, at and at + 1) <= waits:
             top += 1
         partly = band.start > 0 or 1 < top < plane.layers
@@ -342,7 +342,8 @@ class Stairs:
             return None
         top, width, empty = self.tops[column], self.widths[column], self._empty_below_top(column)
         seconds = self.cost(column, top) - self.cost(column, top - empty)
-        left = top - int(min(1.0, spare / (seconds + costs.load_seconds(width * empty))) * empty)
+        both = seconds + costs.load_seconds(width * empty)
+        left = top - int(min(1.0, spare / both if both else 1.0) * empty)
         waits = left > 1 and top == self.plane.layers and not self.plane.holds(column)
         if left == top or (waits and width > room):
             return None

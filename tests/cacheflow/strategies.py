@@ -96,7 +96,7 @@ def batches(draw: st.DrawFn, max_requests: int = 3, max_layers: int = 5, **optio
 def costs(draw: st.DrawFn, windows: tuple[int | None, ...]) -> Costs:
     """Roofline or Affine; link, latency, copies and interference from none to dominant."""
     link = {
-        "bandwidth": 10 ** draw(st.floats(-1, 3)),
+        "bandwidth": draw(st.floats(-1, 3).map(lambda power: 10**power) | st.just(float("inf"))),
         "latency": draw(st.sampled_from([0.0, 0.5, 20.0])),
         "fetch_seconds": draw(st.sampled_from([0.0, 0.1, 3.0])),
         "copy_bandwidth": draw(st.sampled_from([float("inf"), 50.0, 2.0])),

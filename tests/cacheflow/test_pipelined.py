@@ -26,6 +26,7 @@ from cacheflow.simulate import Simulation
 from models.config import ModelConfig
 from tests.cacheflow import legality
 from tests.cacheflow.optimum import lognormal
+from tests.cacheflow.strategies import Affine
 
 LLAMA = ModelShape.of(ModelConfig.preset("llama-3.1-8b"), 2)
 CHUNK, STAGING, FETCH_SECONDS = 512, 512 * 32, 10e-6
@@ -229,7 +230,7 @@ def test_what_costs_have_learned_of_a_link_is_not_counted_twice():
         op = policy.next("link", 0.0)
         policy.finished(op, 4 * costs.undisturbed.seconds(op))
         plane.finished("copy", op.layers, op.parts[0])
-        paces.append(policy.link_seconds(1) / before)
+        paces.append(policy.link_pace.seconds(1) / before)
     assert max(paces) <= 4.01 and min(paces[2:]) > 3.5 and costs.load_seconds(1) / before > 3.5
 
 
@@ -239,15 +240,49 @@ def test_a_second_fetch_that_takes_too_long_is_seen_before_it_ends(monkeypatch):
     policy = Pipelined(costs, staging_cells=STAGING)
     policy.add(Plane(request("a", 8192, 64)))
     op = policy.next("link", 1.0)
-    assert policy.link_pace(1.0) == 1 and policy.link_busy(1.0) == costs.seconds(op)
-    assert policy.link_pace(1.0 + 3 * costs.seconds(op)) == 1, "one may be an outlier"
+    assert policy.link_pace.at(1.0) == 1 and policy.link_pace.busy(1.0) == costs.seconds(op)
+    assert policy.link_pace.at(1.0 + 3 * costs.seconds(op)) == 1, "one may be an outlier"
     policy.finished(op, 4 * costs.seconds(op))
-    assert policy.link_pace(2.0) == 1
+    assert policy.link_pace.at(2.0) == 1
     op = policy.next("link", 2.0)
-    assert policy.link_pace(2.0) == policy.link_pace(2.0 + costs.seconds(op) / 2) == 1
+    assert policy.link_pace.at(2.0) == policy.link_pace.at(2.0 + costs.seconds(op) / 2) == 1
     share = costs.seconds(op) / costs.load_seconds(1) / policy._climbs["a"].row
     assert share < 1, "what it loses may be a cost of its own, and larger fetches lose no more"
-    assert policy.link_pace(2.0 + 3 * costs.seconds(op)) == pytest.approx(1 + 2 * share)
+    assert policy.link_pace.at(2.0 + 3 * costs.seconds(op)) == pytest.approx(1 + 2 * share)
+
+
+def test_a_fetch_that_failed_is_no_measure_of_the_link():
+    costs = roofline("H100", 40)
+    policy = Pipelined(costs, staging_cells=STAGING)
+    policy.add(Plane(request("a", 16384, 64)))
+    for _ in range(3):
+        op = policy.next("link", 0.0)
+        policy.link_pace.row = op.tokens  # it is large
+        policy.failed(op, "lost")
+        assert policy.link_pace.known == 1 and not policy.link_pace.late
+
+
+def test_a_request_that_is_done_is_passed_over_before_it_is_removed():
+    costs = roofline("H100", 40)
+    policy, planes = Pipelined(costs, staging_cells=STAGING), [Plane(request(id, 0, 64)) for id in "ab"]
+    for plane in planes:
+        policy.add(plane)
+    while not planes[0].done:
+        op = policy.next("compute", 0.0)
+        policy.finished(op, costs.seconds(op))
+    assert [climb.plane for climb in policy._order(0.0)] == [plane for plane in planes if not plane.done]
+
+
+@pytest.mark.parametrize("column", range(2))
+def test_what_a_failed_load_leaves_to_load_is_loaded(column):
+    """With a window, others need cells then that nobody needed before."""
+    one = Request.of("a", prefix=2, suffix=1, chunk=1, layers=3, window=2)
+    costs = Affine((2,) * 3, bandwidth=8.0)
+
+    def fail(op: Op) -> list[tuple[Part, str]]:
+        return [(part, "lost") for part in legality.columns(op, [one]) if part.start == column]
+
+    legality.check(legality.run(Pipelined(costs), [one], fail=fail))
 
 
 class Late(Roofline):
