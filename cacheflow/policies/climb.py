@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import cached_property
-from itertools import pairwise
+from itertools import compress, pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -94,18 +94,18 @@ class Climb(Launches):
         """Take up a plan, with at most so many columns beyond the first layer; None: load everything but the first
         row."""
         self.stairs = stairs
-        count = self.plane.prefix_columns
+        count, layers = self.plane.prefix_columns, self.plane.layers
         self.tops = [1] * count
         if stairs is not None:
-            self.tops = stairs.tops(count, self.plane.layers)
+            self.tops = stairs.tops(count, layers)
             self._slope(stairs, most)
             self.early.allow(stairs.seconds)
         self.cell_seconds = self.policy.link_pace.seconds(1)
-        left = [self.plane.layers - top for c, top in enumerate(self.tops) if self.plane.available[c]]
+        left = [layers - top for top in compress(self.tops, self.plane.available)]
         width = self.plane.request.boundaries[count] / max(1, count)
         self.row = width * sum(left) / max(1, *left) if left else 0.0
         self._promise()
-        self._cut = {min(self.tops, default=0), self.plane.layers - 1}
+        self._cut = {min(self.tops, default=0), layers - 1}
         self.changed()
 
     def _promise(self) -> None:
@@ -125,7 +125,7 @@ class Climb(Launches):
         plane, costs, tops = self.plane, self.policy.costs, self.tops
         assert tops is not None
         steps, count = plane.layers - 1, plane.prefix_columns
-        stored = [c for c in range(min(most, count)) if plane.request.stored[c]]
+        stored = list(compress(range(min(most, count)), plane.request.stored))
         if not stored or not steps:
             return
         mean, width = sum([tops[c] - 1 for c in stored if tops[c] > 1]) / steps, plane.request.boundaries[count] / count
