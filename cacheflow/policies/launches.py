@@ -133,12 +133,12 @@ class Launches:
 
     def _ready(self, layer: int, runs: list[Run]) -> list[Run]:
         """Those that can go up this layer in one launch: what they attend to is filled, or one of them projects it."""
-        plane, ready, last = self.plane, list[Run](), layer == self.plane.layers - 1
+        plane, ready, top = self.plane, list[Run](), self.plane.layers - 1
         filled = plane.filled_row(layer)
         for run in runs:
             project = self._projects(run, layer)
             if self._goes_on(run, layer):
-                first = plane.request.first_attended(run.last - 1 if last else run.first, layer) if self.windowed else 0
+                first = plane.request.first_attended(run.last - 1 if layer == top else run.first, layer)
                 if filled.find(0, first, run.first if project else run.last) >= 0:
                     continue
             elif not project:

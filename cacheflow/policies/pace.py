@@ -17,15 +17,11 @@ class Pace:
 
     That is the median of the last ASKED large ones, so that neither an outlier counts, nor what every small op loses;
     those that have still to come count as estimated.
-
-    row: see LinkPace.
     """
 
     def __init__(self) -> None:
-        self.row = 0.0
         self._large: deque[tuple[float, float]] = deque(maxlen=ASKED)  # seconds, and estimates in units, of the last
         self._sizes: deque[float] = deque(maxlen=RECENT)  # estimates in units of the last, large or not
-        self._known, self._of = 1.0, (0.0, 0.0)  # and the unit and the row that it was worked out with
 
     def ended(self, seconds: float, estimate: float) -> None:
         """An op took so many seconds. estimate: by the costs of now."""
@@ -36,15 +32,11 @@ class Pace:
         self._sizes.append(size)
         if self._is_large(size):
             self._large.append((seconds, size))
-            self._of = 0.0, 0.0
 
     @property
     def known(self) -> float:
         """As ops that ended did."""
-        of = self._unit(), self.row
-        if self._of != of:
-            self._known, self._of = self._median(self._large), of
-        return self._known
+        return self._median(self._large)
 
     def _median(self, large: Sequence[tuple[float, float]]) -> float:
         if not (unit := self._unit()):
@@ -73,10 +65,24 @@ class LinkPace(Pace):
 
     def __init__(self, costs: Costs, queued: Sequence[tuple[Op, float]]) -> None:
         super().__init__()
+        self.row = 0.0
+        self._known = 1.0
+        self._known_of: tuple[float, float] | None = None  # the unit and the row of that; None: to be worked out
         self._costs = costs
         self._queued = queued
         self._head: Op | None = None  # the fetch that runs
         self._since = 0.0  # when it was first seen to
+
+    def ended(self, seconds: float, estimate: float) -> None:
+        super().ended(seconds, estimate)
+        self._known_of = None
+
+    @property
+    def known(self) -> float:
+        of = self._unit(), self.row
+        if self._known_of != of:  # asked for at every decision
+            self._known, self._known_of = self._median(self._large), of
+        return self._known
 
     def at(self, now: float) -> float:
         """As fetches that ended did, and as the one that runs has already."""
@@ -100,7 +106,10 @@ class LinkPace(Pace):
     @property
     def late(self) -> bool:
         """Whether the last large fetch took longer than those before."""
-        return bool(self._large) and self._median([self._large[-1]] * ASKED) > SLOWER * self.known
+        if not self._large or not (unit := self._unit()):
+            return False
+        seconds, size = self._large[-1]
+        return 1 + self._lost(seconds / unit, size) > SLOWER * self.known
 
     def _taken(self, now: float) -> float:
         """Seconds since the fetch that runs was first seen to; 0 where none does."""

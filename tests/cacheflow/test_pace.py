@@ -144,3 +144,14 @@ def test_an_infinitely_fast_link_is_as_estimated():
     assert pace.at(1.0) == 1, "the fetch takes longer than estimated"
     pace.ended(1.0, 10e-6)
     assert pace.known == 1 and not pace.late and pace.seconds(100) == 0
+
+
+def test_a_link_that_becomes_infinitely_fast_is_as_estimated():
+    known = costs()
+    pace, estimate = LinkPace(known, []), known.seconds(row())
+    for _ in range(ASKED):
+        pace.ended(2 * estimate, estimate)
+    assert pace.known == pytest.approx(2, rel=1e-2)
+    pace.ended(2 * estimate, estimate)
+    known.bandwidth = math.inf
+    assert pace.known == 1 and not pace.late
