@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from cacheflow.op import COMPUTE, FETCH, Op
 from cacheflow.plane import EMPTY, Plane
-from cacheflow.policies.base import LINK, Policy
+from cacheflow.policies.base import LINK, Policy, share_to_move
 
 PASS_SHARE = 5 / 6  # of the columns that compute is to get, the share of its next pass; the rest allows for estimates
 
@@ -67,7 +67,7 @@ class Axis(ABC):
         if op is not None:
             spare = self._loaded_at(now) - self.policy.free_at("compute", now)
             both = seconds + self.policy.costs.load_seconds(op.tokens * len(op.layers))
-            share = spare / both if both else 1.0  # of what takes no time either way
+            share = share_to_move(spare, both)
             if share < 1 and self._may_cut:
                 op = self.cut_compute(op, share) if share > 0 else None
             elif seconds > spare:

@@ -188,6 +188,12 @@ class Policy(ABC):
         return None
 
 
+def share_to_move(spare: float, both: float) -> float:
+    """The share of a piece of work that one side takes over from the other, so that both end together, if that takes
+    `both` seconds on the two of them, and the other would end `spare` seconds later: all of what takes no time."""
+    return spare / both if both else 1.0
+
+
 def _covers(op: Op, piece: Op) -> bool:
     return op.layers == piece.layers and all(
         any(p.request == q.request and p.start <= q.start and q.stop <= p.stop for p in op.parts) for q in piece.parts

@@ -61,7 +61,7 @@ class EarlyLoads:
         """A load of the last layers of the last column that is not loaded, if that makes the last launch no later. What
         the first launch waits for comes first in any case."""
         climb, plane, policy, costs = self._climb, self._climb.plane, self._climb.policy, self._climb.policy.costs
-        if climb.stairs is None or plane.layers < 3 or not climb.begun:
+        if climb.next_row == plane.layers or climb.stairs is None or plane.layers < 3 or not climb.begun:
             return None
         as_estimated = abs(policy.link_pace.at(now) - 1) < SLOWER - 1
         if not as_estimated or self._spare_compute < costs.interference_per_fetch:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Iterable
 from itertools import chain, groupby, pairwise, repeat
 from typing import TYPE_CHECKING, NamedTuple
@@ -39,20 +38,22 @@ class Launches:
         self.plane = plane
         self.tops: list[int] | None = None
         self.windowed = any(plane.request.windows)
-        self.copying: Counter[int] = Counter()  # by layer, copies in flight
+        self.copying = [0] * plane.layers  # copies in flight, by layer
         self._runs: list[Run] | None = None  # see _pending; None: to be looked at anew
 
     def next_compute(self, now: float, room: float) -> Op | None:
         """The lowest launch that can go, no longer than `room` seconds. The suffix waits for its layer's loads as long
         as something else runs."""
         plane, height = self.plane, self.plane.height
-        self._runs = [run for run in self._pending() if self._unfinished(run)]
-        standing, bottom = dict[int, list[Run]](), plane.layers
-        for run in self._runs:
-            layer = height[run.first]
-            standing.setdefault(layer, []).append(run)
-            if run.last > plane.prefix_columns:
-                bottom = min(bottom, layer)
+        runs, standing, bottom = list[Run](), dict[int, list[Run]](), plane.layers
+        for run in self._pending():
+            if self._unfinished(run):
+                runs.append(run)
+                layer = height[run.first]
+                standing.setdefault(layer, []).append(run)
+                if layer < bottom and run.last > plane.prefix_columns:
+                    bottom = layer
+        self._runs = runs
         for layer in sorted(standing):
             here = standing[layer]
             # Below the suffix there are failed loads, and columns that compute took over.
@@ -134,11 +135,12 @@ class Launches:
     def _ready(self, layer: int, runs: list[Run]) -> list[Run]:
         """Those that can go up this layer in one launch: what they attend to is filled, or one of them projects it."""
         plane, ready, top = self.plane, list[Run](), self.plane.layers - 1
-        filled = plane.filled_row(layer)
+        filled, cells = plane.filled_row(layer), plane.state[layer]
         for run in runs:
-            project = self._projects(run, layer)
+            project = cells[run.first] == EMPTY
             if self._goes_on(run, layer):
-                first = plane.request.first_attended(run.last - 1 if layer == top else run.first, layer)
+                query = run.last - 1 if layer == top else run.first
+                first = plane.request.first_attended(query, layer) if self.windowed else 0
                 if filled.find(0, first, run.first if project else run.last) >= 0:
                     continue
             elif not project:

@@ -86,10 +86,10 @@ class LinkPace(Pace):
 
     def at(self, now: float) -> float:
         """As fetches that ended did, and as the one that runs has already."""
-        known, taken, unit = self.known, self._taken(now) - self._costs.latency, self._unit()
-        if not unit or taken <= 0 or taken <= (estimate := self._costs.seconds(self._queued[0][0])):
+        known, taken = self.known, self._taken(now) - self._costs.latency
+        if taken <= 0 or taken <= (estimate := self._costs.seconds(self._queued[0][0])):
             return known
-        size = estimate / unit
+        size = estimate / unit if (unit := self._unit()) else 0.0
         if not size or not self._is_large(size):
             return known
         return max(known, self._median([*self._large, (taken, size)][-ASKED:]))

@@ -59,8 +59,8 @@ class Pipelined(Policy):
         super().finished(op, seconds, ended)
         if op.kind != COMPUTE:
             for request in op.requests:
-                copying = self._climbs[request].copying
-                (copying.update if op.kind == FETCH else copying.subtract)(op.layers)
+                for layer in op.layers:
+                    self._climbs[request].copying[layer] += 1 if op.kind == FETCH else -1
         elif self._ranked is not None:
             self._ranked = [climb for climb in self._ranked if not climb.plane.done]
 
@@ -125,12 +125,12 @@ class Pipelined(Policy):
     def next_fetch(self, now: float) -> Op | None:
         order = self._order(now)
         self._rebalance(order, now)
+        loading = [climb for climb in order if not climb.nothing_to_load]
         # What lands just in time leaves gaps, in which others' launches would make the first late.
-        if len(order) == 1 and (early := order[0].early.next_fetch(now)):
+        if len(order) == len(loading) == 1 and (early := order[0].early.next_fetch(now)):
             return early
-        order = [climb for climb in order if not climb.nothing_to_load]
-        planned = next(filter(None, (climb.next_fetch(now) for climb in order)), None)
-        return planned or next(filter(None, (climb.relieve(now) for climb in order)), None)
+        planned = next(filter(None, (climb.next_fetch(now) for climb in loading)), None)
+        return planned or next(filter(None, (climb.relieve(now) for climb in loading)), None)
 
     def _order(self, now: float) -> list[Climb]:
         """Who is served before whom; those that are new have a plan from here on."""
@@ -173,8 +173,10 @@ class Pipelined(Policy):
         if order:
             first, pace = order[0], self.link_pace
             pace.row = min(first.row, self.staging_cells or first.row)
+            if first.nothing_to_load:
+                return
             cell, planned = pace.at(now) * self.costs.load_seconds(1), SLOWER * first.cell_seconds
-            if cell > planned and cell > planned * self.compute_pace.known and not first.nothing_to_load:
+            if cell > planned and cell > planned * self.compute_pace.known:
                 first.rebalance(now)
 
     def hidden_room(self) -> float:

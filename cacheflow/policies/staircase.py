@@ -18,7 +18,7 @@ from typing import Any
 from cacheflow.costs.base import Costs
 from cacheflow.op import COMPUTE, COPY, FETCH, Op
 from cacheflow.plane import EMPTY, Plane
-from cacheflow.policies.base import LINK, Policy
+from cacheflow.policies.base import LINK, Policy, share_to_move
 from cacheflow.policies.knapsack import plan, seconds
 
 PIECES = 4  # of the layers that a pass climbs; the link may take over what has not started
@@ -322,7 +322,7 @@ class Stairs:
             return None
         seconds = self.cost(column, band.stop) - self.cost(column, at and at + 1)
         both = seconds + costs.load_seconds(self.widths[column] * len(band))
-        top = band.start + int(min(1.0, spare / both if both else 1.0) * len(band))
+        top = band.start + int(min(1.0, share_to_move(spare, both)) * len(band))
         while top < band.stop and self.cost(column, top + 1) - self.cost(column, at and at + 1) <= waits:
             top += 1
         partly = band.start > 0 or 1 < top < plane.layers
@@ -343,7 +343,7 @@ class Stairs:
         top, width, empty = self.tops[column], self.widths[column], self._empty_below_top(column)
         seconds = self.cost(column, top) - self.cost(column, top - empty)
         both = seconds + costs.load_seconds(width * empty)
-        left = top - int(min(1.0, spare / both if both else 1.0) * empty)
+        left = top - int(min(1.0, share_to_move(spare, both)) * empty)
         waits = left > 1 and top == self.plane.layers and not self.plane.holds(column)
         if left == top or (waits and width > room):
             return None
