@@ -169,13 +169,20 @@ class Policy(ABC):
 
     def fetch_row(self, plane: Plane, layer: int, columns: Iterable[int]) -> Op | None:
         """The loadable ones of `columns` at a layer, or the first of them that fit a staging buffer."""
-        if plane.state[layer].find(EMPTY, 0, plane.prefix_columns) < 0:
+        return self.fetch_band(plane, range(layer, layer + 1), columns)
+
+    def fetch_band(self, plane: Plane, band: range, columns: Iterable[int]) -> Op | None:
+        """Those of `columns` that are loadable at every layer of a band, or the first of them that fit a staging
+        buffer, as one must."""
+        if plane.state[band.start].find(EMPTY, 0, plane.prefix_columns) < 0:
             return None
-        chosen = plane.loadable_columns(columns, layer)
+        chosen = plane.loadable_columns(columns, band.start)
+        for layer in band[1:]:
+            chosen = plane.loadable_columns(chosen, layer)
         if self.staging_cells is not None:
             tokens = accumulate(map(plane.request.width, chosen))
-            chosen = chosen[: max(1, sum(so_far <= self.staging_cells for so_far in tokens))]
-        return Op(FETCH, range(layer, layer + 1), plane.parts(chosen)) if chosen else None
+            chosen = chosen[: max(1, sum(so_far * len(band) <= self.staging_cells for so_far in tokens))]
+        return Op(FETCH, band, plane.parts(chosen)) if chosen else None
 
     def repair(self, plane: Plane) -> Op | None:
         """Compute what only compute can bring: holes and failed loads left to right, and, all else done, the suffix."""

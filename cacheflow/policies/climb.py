@@ -98,12 +98,13 @@ class Climb(Launches):
         self.tops = [1] * count
         if stairs is not None:
             self.tops = stairs.tops(count, layers)
-            self._slope(stairs, most)
-            self.early.allow(stairs.seconds)
+            if self.planner.together == 1:
+                self._slope(stairs, most)
+                self.early.allow(stairs.seconds)
         self.cell_seconds = self.policy.link_pace.seconds(1)
         left = [layers - top for top in compress(self.tops, self.plane.available)]
         width = self.plane.request.boundaries[count] / max(1, count)
-        self.row = width * sum(left) / max(1, *left) if left else 0.0
+        self.row = self.planner.together * width * sum(left) / max(1, *left) if left else 0.0
         self._promise()
         self._cut = {min(self.tops, default=0), layers - 1}
         self.changed()
@@ -164,10 +165,10 @@ class Climb(Launches):
     def waits_until(self, now: float) -> float:
         """Estimated time at which the loads have landed that the suffix waits for; infinite if it waits for none."""
         plane, layer = self.plane, self.layer
-        columns = plane.loadable_columns(range(plane.prefix_columns), layer) if layer < plane.layers else ()
-        tokens = sum(map(plane.request.width, columns))
-        if tokens:
-            return self.policy.free_at(LINK, now) + self.policy.link_pace.seconds(tokens)
+        columns = plane.loadable_columns(range(plane.prefix_columns), layer) if layer < plane.layers else []
+        if columns:
+            cells = sum(map(plane.request.width, columns)) * len(self._band(layer, columns))
+            return self.policy.free_at(LINK, now) + self.policy.link_pace.seconds(cells)
         return self.policy.lands(plane.request.id, layer, now)
 
     def next_fetch(self, now: float) -> Op | None:
@@ -175,18 +176,32 @@ class Climb(Launches):
         assert tops is not None
         for layer in range(self.next_row, plane.layers):
             row = [c for c in range(plane.prefix_columns) if tops[c] <= layer]
-            if layer in self._cut and row:
+            band = self._band(layer, row)
+            if layer in self._cut and len(band) == 1 and row:
                 stored, pieces = sum([plane.available[c] for c in row]), self.planner.pieces(row[0])
                 row = plane.loadable_columns(row, layer)[: -(-stored // pieces)]
             elif len(row) > 1 and self.policy.link_pace.late:
                 # Should it not be an outlier, compute takes over from the left.
                 row = plane.loadable_columns(row, layer)
                 row = row[len(row) // 2 :]
-            op = self.policy.fetch_row(plane, layer, row)
+            op = self.policy.fetch_band(plane, band, row)
             if op is not None:
                 return op
             self.next_row = layer + 1
         return None
+
+    def _band(self, layer: int, row: list[int]) -> range:
+        """The layers, from this one on, at which the same columns as here are to be loaded, as many as are loaded
+        together."""
+        plane, tops, stop = self.plane, self.tops, layer + 1
+        if self.planner.together > 1 and row:
+            assert tops is not None
+            loadable, last = plane.loadable_columns(row, layer), min(layer + self.planner.together, plane.layers)
+            while stop < last and loadable == plane.loadable_columns(
+                [c for c in range(plane.prefix_columns) if tops[c] <= stop], stop
+            ):
+                stop += 1
+        return range(layer, stop)
 
     # Where estimates were wrong
 
@@ -235,7 +250,8 @@ class Climb(Launches):
         for c, top in taken.items():
             tops[c], empty[c] = top, [layer for layer in empty[c] if layer >= top]
         left = {layer for layers in empty.values() for layer in layers}
-        self.row = sum([plane.request.width(c) * len(empty[c]) for c in empty]) / max(1, len(left))
+        cells = sum([plane.request.width(c) * len(empty[c]) for c in empty])
+        self.row = self.planner.together * cells / max(1, len(left))
         self._promise()
         self.changed()
         return True
@@ -244,8 +260,14 @@ class Climb(Launches):
         """About how many seconds of compute and of the link its plan still takes, what is in flight left out."""
         policy, width = self.policy, self.plane.request.width
         to_load = self._to_load() if to_load is None else to_load
-        link = policy.link_pace.at(now) * policy.costs.load_seconds(sum([width(c) * len(to_load[c]) for c in to_load]))
+        cells = sum([width(c) * len(to_load[c]) for c in to_load])
+        link = policy.link_pace.at(now) * policy.costs.load_seconds(cells)
+        link += self._fetches(cells) * policy.costs.fixed(FETCH)
         return policy.compute_pace.known * self._compute_seconds(), link
+
+    def _fetches(self, cells: int) -> float:
+        """About how many fetches so many (token, layer) pairs take."""
+        return cells / max(1.0, min(self.row, self.policy.staging_cells or self.row))
 
     def _to_load(self) -> dict[int, list[int]]:
         """The layers at which cells are still to be loaded, of every column that has some."""
@@ -276,7 +298,8 @@ class Climb(Launches):
         return seconds
 
     def relieve(self, now: float) -> Op | None:
-        """A load of a cell that compute was to fill, where the link has time for it before compute gets there."""
+        """A load of a cell that compute was to fill, where the link has time for it before compute gets there, and that
+        does not hold compute up by more than it saves."""
         plane, policy, tops = self.plane, self.policy, self.tops
         assert tops is not None
         top = max(tops, default=0)
@@ -285,7 +308,11 @@ class Climb(Launches):
         if top <= 1 or column < 0 or not plane.loadable(column, layer):
             self.nothing_to_load = self.next_row == plane.layers
             return None
-        reached = policy.free_at("compute", now) + (layer - self.layer - 1) * self.alone / plane.layers
+        part = plane.part(column, column + 1)
+        if policy.costs.interference(part.tokens) > sum(policy.costs.cell_marginals(part.start, part.stop, layer)):
+            return None
+        launches = layer - max(self.layer, plane.height[column]) - 1
+        reached = policy.free_at("compute", now) + launches * self.alone / plane.layers
         landed = policy.free_at(LINK, now) + policy.link_pace.seconds(plane.request.width(column))
         if landed + policy.costs.fixed(FETCH) >= reached:
             return None

@@ -16,8 +16,9 @@ from cacheflow.policies.pace import SLOWER
 if TYPE_CHECKING:
     from cacheflow.policies.climb import Climb
 
-# Shares of the time to first token by which loads that come early may make launches wait, and hold up compute.
-EARLY, HELD_UP = 0.0003, 0.003
+# Shares of the time to first token by which loads that come early may make launches wait, and what they may lose: the
+# fixed cost of each, and by how much it holds up compute.
+EARLY, LOST = 0.0003, 0.003
 
 
 class _Timetable(NamedTuple):
@@ -30,12 +31,13 @@ class _Timetable(NamedTuple):
 
 
 class _Transfer(NamedTuple):
-    """Seconds of a fetch and of its copy: fixed, and for each cell of a column."""
+    """Seconds of a fetch and of its copy: fixed, and for each cell of a column. most: cells that a fetch may bring."""
 
     fetch: float
     cell: float
     copy: float
     copied: float
+    most: int
 
 
 class EarlyLoads:
@@ -46,12 +48,12 @@ class EarlyLoads:
 
     def __init__(self, climb: Climb) -> None:
         self._climb = climb
-        self._spare = self._spare_compute = 0.0  # seconds that they may still cost launches, and compute
+        self._wait = self._lose = 0.0  # seconds that they may still make launches wait, and lose
         self._timetable: _Timetable | None = None  # None: to be looked at anew
 
     def allow(self, seconds: float) -> None:
         """From now on they may cost their shares of a time to first token of so many seconds."""
-        self._spare, self._spare_compute = EARLY * seconds, HELD_UP * seconds
+        self._wait, self._lose = EARLY * seconds, LOST * seconds
 
     def changed(self) -> None:
         """What compute and link have still to do is to be looked at anew."""
@@ -63,8 +65,11 @@ class EarlyLoads:
         climb, plane, policy, costs = self._climb, self._climb.plane, self._climb.policy, self._climb.policy.costs
         if climb.next_row == plane.layers or climb.stairs is None or plane.layers < 3 or not climb.begun:
             return None
+        if climb.planner.together > 1:
+            return None
         as_estimated = abs(policy.link_pace.at(now) - 1) < SLOWER - 1
-        if not as_estimated or self._spare_compute < costs.interference_per_fetch:
+        lost = costs.fixed(FETCH) + costs.interference_per_fetch
+        if not as_estimated or lost > self._lose:
             return None
         column = self._last_column()
         if column is None:
@@ -73,7 +78,8 @@ class EarlyLoads:
         cell, copied = policy.link_pace.seconds(1) * width, width * costs.shape.cell_bytes / costs.copy_bandwidth
         if copied > cell:
             return None  # copies are behind, and those of what is needed first would be too
-        transfer = _Transfer(costs.fixed(FETCH), cell, costs.fixed(COPY), copied)
+        staged = policy.staging_cells or plane.request.tokens * plane.layers
+        transfer = _Transfer(costs.fixed(FETCH), cell, costs.fixed(COPY), copied, max(1, int(staged / width)))
         if self._timetable is None:
             self._timetable = self._planned_launches()
         free = policy.free_at("compute", now) - now - self._launched(self._timetable)
@@ -86,10 +92,10 @@ class EarlyLoads:
         longer = self._waits(self._timetable, transfer, landed, copies, free, band)
         if longer > 0:
             longer = max(0.0, longer - self._waits(self._timetable, transfer, busy, busy, free, range(0)))
-        if longer > self._spare:
+        if longer > self._wait:
             return None
-        self._spare -= longer
-        self._spare_compute -= costs.interference_per_fetch
+        self._wait -= longer
+        self._lose -= lost
         return Op(FETCH, band, (plane.part(column, column + 1),))
 
     def _last_column(self) -> int | None:
@@ -104,13 +110,12 @@ class EarlyLoads:
     def _band(self, column: int, timetable: _Timetable, transfer: _Transfer, busy: float, free: float) -> range:
         """Layers of the column: no more than a layer's loads, and none whose launch would wait for the copy. busy: of
         the link, free: when compute is, counted from the first launch; as all below in seconds."""
-        climb, plane, staging, tops = self._climb, self._climb.plane, self._climb.policy.staging_cells, self._climb.tops
+        climb, plane, tops = self._climb, self._climb.plane, self._climb.tops
         assert tops is not None
         here = max(1, climb.layer)
         row = plane.prefix_columns - timetable.computed[here] - timetable.holes[here]
-        most = max(1, min(row, staging // plane.request.width(column)) if staging else row)
         band = plane.loadable_band(column)
-        band = range(max(band.start, band.stop - most, tops[column]), band.stop)
+        band = range(max(band.start, band.stop - max(1, min(row, transfer.most)), tops[column]), band.stop)
         landed = busy + transfer.fetch + transfer.cell * len(band)
         in_time = bisect_left(timetable.begins, landed + transfer.copy + transfer.copied * len(band) - free)
         return range(max(band.start, in_time), band.stop)
@@ -120,13 +125,13 @@ class EarlyLoads:
     ) -> float:
         """Seconds that launches wait from now on, the last among them, when the link is free in `landed` and copies are
         in so many. early: layers of one column that are loaded by then."""
-        (computed, holes, begins), (fetch, cell, copy, copied) = timetable, transfer
+        (computed, holes, begins), (fetch, cell, copy, copied, most) = timetable, transfer
         plane, late = self._climb.plane, 0.0
         for layer in range(self._climb.next_row, plane.layers):
             empty = plane.state[layer].count(EMPTY, computed[layer], plane.prefix_columns)
             cells = empty - holes[layer] - (layer in early)
             if cells > 0:
-                landed += fetch + cell * cells
+                landed += fetch * -(-cells // most) + cell * cells
                 copies = max(copies, landed) + copy + copied * cells * (layer < plane.layers - 1)
                 late = max(late, copies - free - begins[layer])
         return late

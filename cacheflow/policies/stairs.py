@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
-from itertools import compress
+from itertools import compress, pairwise
 from operator import not_
 from typing import NamedTuple
 
@@ -15,12 +15,13 @@ from cacheflow.costs.base import Costs, LayerWork, Span
 from cacheflow.op import COMPUTE, COPY, FETCH
 from cacheflow.plane import Plane
 
-Run = tuple[int, int, int]  # layers, columns computed there, columns that go on above
+Flight = tuple[int, int, int]  # layers, columns computed there, columns that go on above the last
 
 PIECES = 4  # most fetches of the first layer, and of the last
 MEETING = 6  # most steps that are made towards where compute and link end together
 OPTIONS = 24  # splits of a request that a batch's plan tells apart
 SAMPLED = 6  # every so many of those is worked out, the others are interpolated
+WORTH = 0.02  # share of the time to first token that fetches of several layers must save; a guess
 
 
 class Stairs(NamedTuple):
@@ -81,6 +82,7 @@ class Planner:
         self._launch = cache(self._launch_seconds)
         self._load = cache(self._loads)
         self._revision, self._link = costs.revision, tuple[float, ...]()  # the costs that these are of
+        self._together = 1
 
     def best(self, most: int, compute_at: float = 0.0, link_at: float = 0.0) -> Stairs:
         """The stairs with the soonest first token, with at most so many columns that go beyond the first layer, when
@@ -108,11 +110,15 @@ class Planner:
         every = self.spread(self.count)
         spread = sorted({*every[::SAMPLED], every[-1]})  # what a batch's plan works out as well
         found = [self.evaluate(*self.split(0), self.rows[-1])]
-        for i in spread[1:]:
+        for before, i in pairwise(spread):
             one, more = found[-1], self.evaluate(*self.split(i), self.rows[-1])
             late, later = one.compute - one.link, more.compute - more.link
             if late <= 0 < later:
-                return one.compute + (more.compute - one.compute) * late / (late - later)
+                share = late / (late - later)
+                if self._together == 1:
+                    return one.compute + (more.compute - one.compute) * share
+                at = round(before + (i - before) * share)  # launches wait for the first band, and for the last
+                return min(one.seconds, more.seconds, self.evaluate(*self.split(at), self.rows[-1]).seconds)
             found.append(more)
         return min(stairs.seconds for stairs in found)
 
@@ -144,55 +150,98 @@ class Planner:
         above, on = self.layers - 1, wider if partly else columns
         first = max(first, on)
         upper = above - partly  # layers with `columns` columns, the last layer among them
-        runs: list[Run] = [(1, first, on if above else 0)]
+        flights: list[Flight] = [(1, first, on if above else 0)]
         if partly:
-            runs += [(partly - 1, wider, wider), (1, wider, columns if upper else 0)]
+            flights.append((partly, wider, columns if upper else 0))
         if upper:
-            runs += [(upper - 1, columns, columns), (1, columns, 0)]
+            flights.append((upper, columns, 0))
+        if (
+            self._together > 1 and first == on and len(flights) > 1
+        ):  # the same columns are loaded from the first layer on
+            flights[:2] = [(1 + flights[1][0], *flights[1][1:])]
         time, landed, compute, link, done = compute_at, link_at + costs.latency, 0.0, 0.0, 0
-        for layers, computed, on in runs:
-            if layers < 1:
-                continue
-            done += layers
-            launch = self._launch(computed, on, done == self.layers)
-            fetch, step, whole, cut, more, held_up, _ = self._load(computed)
-            busy = launch * layers
+        for bands, layers, computed, busy in self._bands(flights):
+            done += bands * layers
+            fetch, step, whole, cut, more, held_up, _ = self._load(computed, layers)
+            compute += busy * bands
             if fetch:
-                # Waiting for the first of these layers' loads, or for the last, is all that can hold them up. Those of
-                # the next layer land during a launch.
+                # Waiting for the first of these loads, or for the last, is all that can hold them up. Those of the next
+                # band land while this one is computed.
                 begins, ends = not link, done == self.layers
                 ready = landed + fetch + (more + cut if begins else whole)
-                time = max(time + held_up, ready) + busy + held_up * (layers - 1)
-                landed += step * layers + more * begins
-                time = max(time, landed - step + fetch + (more + cut if ends else whole) + launch)
-                link += fetch * layers + more * (begins + (ends and done > 1))
-                compute += busy + held_up * layers
+                start, alone = max(time + held_up, ready), busy
+                if self._together > 1 and computed:
+                    alone, ahead = self._ahead(layers, busy, ends)
+                    busy -= min((start - time - held_up) * ahead / bands, busy - alone)
+                time = start + busy * bands + held_up * (bands - 1)
+                landed += step * bands + more * begins
+                time = max(time, landed - step + fetch + (more + cut if ends else whole) + alone)
+                link += fetch * bands + more * (begins + (ends and done > 1))
+                compute += held_up * bands
             else:
-                time += busy
-                compute += busy
+                time += busy * bands
         return Stairs(columns, partly, first, time, compute, link)
+
+    def _ahead(self, layers: int, busy: float, last: bool) -> tuple[float, float]:
+        """Of a band, whose launches take `busy` seconds, those that the suffix takes alone, if columns went ahead while
+        it waited for loads; and how many seconds launches take less for each that they did."""
+        costs, bounds, suffix = self.costs, self.bounds, self._launch(0, 0, False)
+        alone = min(busy, suffix * layers + (self._launch(0, 0, True) - suffix if last else 0.0))
+        columns = busy - layers * sum(costs.cell_marginals(bounds[self.count], bounds[self.count] + self.suffix, 0))
+        return alone, (busy - alone) / columns if columns > 0 else 0.0
+
+    def _bands(self, flights: Iterable[Flight]) -> Iterator[tuple[int, int, int, float]]:
+        """How many bands of so many layers, that are loaded together, with so many columns computed, and what launches
+        take of each; of every flight all bands but the last, and the last."""
+        done = 0
+        for layers, computed, on in flights:
+            done += layers
+            band = min(self._together, layers)
+            bands = -(-layers // band)
+            left = layers - (bands - 1) * band
+            seconds = self._launch(computed, on, done == self.layers)
+            if layers > 1:
+                going = self._launch(computed, computed, False)
+                seconds += (left - 1) * going
+                if bands > 1:
+                    yield bands - 1, band, computed, band * going
+            yield 1, left, computed, seconds
+
+    @property
+    def together(self) -> int:
+        """How many layers a fetch brings at most, as costs are."""
+        self._forget_other_costs()
+        return self._together
 
     def pieces(self, columns: int) -> int:
         """In how many fetches the first and the last layer are loaded, of which so many columns are computed: as many
         as let compute begin, and end, soonest. What has landed is copied while the next piece is on its way."""
         self._forget_other_costs()
-        return self._load(columns).pieces
+        return self._load(columns, 1).pieces
 
-    def _loads(self, columns: int) -> _Loads:
-        """Of a layer of which so many columns are computed."""
-        costs, start = self.costs, self.bounds[columns]
-        loaded, right = self.bounds[self.count] - start, self.count - columns
+    def _to_load(self, columns: int) -> tuple[int, int]:
+        """Tokens and columns that are loaded of a layer at which so many columns are computed."""
+        start = self.bounds[columns]
+        tokens, right = self.bounds[self.count] - start, self.count - columns
         if self.holes:
             holes = [hole.stop - hole.start for hole in self.holes if hole.start >= start]
-            loaded, right = loaded - sum(holes), right - len(holes)
+            tokens, right = tokens - sum(holes), right - len(holes)
+        return tokens, right
+
+    def _loads(self, columns: int, layers: int) -> _Loads:
+        """Of a band of layers at which so many columns are computed."""
+        costs, (loaded, right) = self.costs, self._to_load(columns)
+        loaded *= layers
         if not loaded:
             return _Loads(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1)
-        fetches, each = -(-loaded // self.staging), costs.interference_per_fetch
+        columns_each = max(1, self.staging // (layers * (self.bounds[1] - self.bounds[0])))
+        fetches, each = -(-right // columns_each), costs.interference_per_fetch
         fetch = fetches * costs.fixed(FETCH) + costs.load_seconds(loaded)
         copy = costs.fixed(COPY) + min(loaded, self.staging) * costs.shape.cell_bytes / costs.copy_bandwidth
         held_up = costs.interference(loaded, fetches)
         fixed = costs.fixed(FETCH) + costs.fixed(COPY) + each
         wanted = PIECES if copy >= fixed * PIECES**2 else max(1, round(math.sqrt(copy / fixed)))
+        wanted = wanted if layers == 1 else 1
         pieces = -(-right // -(-right // wanted))  # of equally many columns
         cut = max(copy / pieces, each + (held_up - each) / pieces)
         more = (pieces - 1) * costs.fixed(FETCH)
@@ -220,8 +269,38 @@ class Planner:
         interference = costs.interference_per_fetch, costs.interference_per_byte
         link = costs.bandwidth, costs.fetch_seconds, costs.copy_bandwidth, costs.copy_seconds, *interference
         if self._link != link:
-            self._link = link
+            self._link, self._together = link, 1
             self._load.cache_clear()
+            self._together = self._layers_together()
+
+    def _layers_together(self) -> int:
+        """How many layers a fetch brings at most for the soonest first token, if several are worth it: fetches of two
+        lose half as much in all. But launches wait longer for the first of them and for the last, and should the link
+        become slower, more is in flight that cannot be computed instead.
+        """
+        costs, layers, (loaded, _) = self.costs, self.layers, self._to_load(0)
+        fetch, interference = costs.fixed(FETCH), costs.interference_per_fetch
+        if not loaded or not (fetch or interference):
+            return 1
+        whole, suffix = (layers * self._launch(columns, columns, False) for columns in (self.count, 0))
+        load = costs.load_seconds(loaded * layers)
+        both = whole - suffix + load
+        if not both:
+            return 1
+        # Were all linear in the share that is computed, so much of a delay of the link would delay the first token.
+        delays = (whole - suffix) / both
+        lost = delays * fetch + (1 - delays) * interference
+        if layers * lost / 2 <= WORTH * load * whole / both:
+            return 1
+        widest = max(stop - start for start, stop in pairwise(self.bounds[: self.count + 1]))
+        most, seconds = min(layers, max(1, self.staging // widest)), dict[int, float]()
+        for together in sorted({1, most, *(i << j for i in (2, 3) for j in range(most) if i << j < most)}):
+            self._together = together
+            seconds[together] = self.estimate()
+            if seconds[together] > 1.1 * min(seconds.values()):
+                break
+        best = min(seconds, key=lambda together: seconds[together])
+        return best if seconds[best] < (1 - WORTH) * seconds[1] else 1
 
 
 def _lowest(function: Callable[[int], Stairs], last: int, behind: float) -> list[Stairs]:

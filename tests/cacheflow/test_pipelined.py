@@ -69,6 +69,7 @@ def test_one_request_is_near_the_bound_and_behind_no_other_policy(name):
 def test_the_planner_predicts_what_the_simulator_runs(monkeypatch, partly, columns, row, gbps, taken, holes):
     """Whatever stairs it is made to take, layer by layer; only launches that would wait are cut in two where nothing
     else runs."""
+    monkeypatch.setattr(Planner, "_layers_together", lambda self: 1)  # test_bands.py has others
     costs = roofline("H100", gbps, interference_per_fetch=taken)
     one = Request.of("a", prefix=4096, suffix=100, chunk=CHUNK, layers=LLAMA.layers, holes=holes)
     planner = Planner(Plane(one), costs, 8192, STAGING)
