@@ -24,6 +24,7 @@ from cacheflow.op import COMPUTE, COPY, FETCH, Op, Part
 from cacheflow.plane import COMPUTED, LOADED
 from cacheflow.policies import Policy, available
 from cacheflow.stores import MemoryStore, open_store
+from cacheflow.stores.base import UNREADABLE
 from models.decoder import Decoder
 from models.weights import random_weights
 from tests.cacheflow.toy import (
@@ -45,6 +46,7 @@ from tests.cacheflow.toy import (
     restoring,
     weights,
 )
+from tests.stores.faults import Fails
 from tests.tolerances import FLOAT32_LOGITS, LOW_PRECISION_MULTIPLE, relative_norm
 
 LENGTHS = (1, 4, 5, 8, 15, 16, 17, 33, 100)
@@ -94,6 +96,28 @@ def test_a_batch_is_restored_exactly(make_engine, policy):
         for restored in batch:
             check(engine, restored, saved)
             assert not restored.failures
+
+
+@pytest.mark.parametrize("length", [39, 100])
+def test_fetches_of_several_layers_and_columns_restore_exactly(make_engine, length):
+    """What pipelined does where every fetch costs much; and again, one of the chunks being unreadable."""
+    several = config(num_hidden_layers=8)
+    model = Decoder(several, random_weights(several, 3, torch.float32))
+    costs = ToyCosts(model, loads=0.5)
+    costs.fetch_seconds = 5e-4
+    engine = make_engine(model=model, costs=costs)
+    tokens = prompt(length, seed=length)
+    engine.save(tokens)
+    saved, inner = objects(engine.store), engine.store.store
+    *_, last = objects_of(engine, tokens)
+    for store in (inner, Fails(inner, UNREADABLE, lambda read: read.key == last[-1])):
+        engine.store.store = store
+        poison(engine)
+        with restoring(engine, [tokens + prompt(9)], policy="pipelined") as [restored]:
+            assert check(engine, restored, saved)["loaded"]
+            fetches = [span.op for span in restored.timeline.spans if span.op.kind == FETCH]
+            assert any(len(op.layers) > 1 and op.tokens > CHUNK for op in fetches)
+            assert set(restored.failures) == (set() if store is inner else {UNREADABLE})
 
 
 @every_policy
