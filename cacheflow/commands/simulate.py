@@ -32,6 +32,7 @@ examples:
   cacheflow simulate --model qwen3-8b --device A100-40G --gbps 25,100 --tokens 16K,32K
   cacheflow simulate --device MyGPU --gemm 400e12 --attention 200e12 --memory 3e12 --host 50e9
   cacheflow simulate --batch 8 --tokens 8K --policy load,two-pointer --json
+  cacheflow simulate --fetch-us 1000 --gbps 40 --tokens 1K,4K,16K
   cacheflow simulate --policy token --gbps 40 --tokens 8K --trace token.json       then open it in ui.perfetto.dev
 """
 SLACK = 0.98  # a bound that is beaten by more than this has a mistake in it, or the simulation has
@@ -95,8 +96,8 @@ def add_parser(commands: Any) -> None:
 
 
 def add_parts(parser: argparse.ArgumentParser) -> None:
-    """--model, --device and a device's numbers, for `shape` and `gpu`."""
-    parts = parser.add_argument_group("model and device")
+    """--model, --device, a device's numbers and --fetch-us, for the functions below."""
+    parts = parser.add_argument_group("model, device and link")
     parts.add_argument(
         "--model",
         default="llama-3.1-8b",
@@ -112,6 +113,9 @@ def add_parts(parser: argparse.ArgumentParser) -> None:
     parts.add_argument("--attention", type=common.positive, help="reached in prefill attention, FLOP/s, e.g. 131e12")
     parts.add_argument("--memory", type=common.positive, help="device memory, bytes/s, e.g. 2.7e12")
     parts.add_argument("--host", type=common.positive, help="pinned host memory to device, bytes/s, e.g. 45e9")
+    parts.add_argument(
+        "--fetch-us", type=common.positive, help="microseconds that every fetch takes besides its bytes; default none"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -128,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
     cells = []
     grid = [(gbps, tokens) for gbps in args.gbps for tokens in args.tokens]
     for gbps, tokens in common.progress(grid, "simulating", unit="cell"):
-        costs = Roofline(model, machine, bandwidth=gbps * GBPS)
+        costs = Roofline(model, machine, bandwidth=gbps * GBPS, fetch_seconds=fetch_seconds(args))
         cells.append(_simulate(args, gbps, tokens, chosen, costs))
     report = _report if args.json else _table
     report(args, machine, cells)
@@ -206,11 +210,22 @@ def gpu(args: argparse.Namespace) -> Device:
     return device(name, **numbers)
 
 
+def fetch_seconds(args: argparse.Namespace) -> float:
+    """What every fetch takes besides its bytes."""
+    return (args.fetch_us or 0.0) * 1e-6
+
+
+def each_fetch(args: argparse.Namespace) -> str:
+    """The same for people; nothing where it is nothing."""
+    return f", {args.fetch_us:,g} us a fetch" if args.fetch_us else ""
+
+
 def _report(args: argparse.Namespace, machine: Device, cells: Iterable[Cell]) -> None:
     common.print_json(
         {
             "model": args.model,
             "device": machine.name,
+            "fetch_seconds": fetch_seconds(args),
             "suffix": args.suffix,
             "chunk": args.chunk,
             "batch": args.batch,
@@ -232,7 +247,7 @@ def _table(args: argparse.Namespace, machine: Device, cells: list[Cell]) -> None
     what = "mean TTFT" if args.batch > 1 else "TTFT"
     each = f"{args.batch} requests at once, " if args.batch > 1 else ""
     print(
-        f"{args.model} on {machine.name}, {each}chunk {args.chunk}, suffix {args.suffix} tokens. "
+        f"{args.model} on {machine.name}{each_fetch(args)}, {each}chunk {args.chunk}, suffix {args.suffix} tokens. "
         f"{what} in ms, simulated; * best\n"
     )
     names = list(cells[0].ttft)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cacheflow.commands import _common as common
-from cacheflow.commands.simulate import SLACK, add_parts, gpu, shape
+from cacheflow.commands.simulate import SLACK, add_parts, each_fetch, fetch_seconds, gpu, shape
 
 if TYPE_CHECKING:
     from cacheflow.arrivals import Prompt
@@ -52,6 +52,7 @@ class Case:
     evict: str
     model: ModelShape
     machine: Device
+    fetch_seconds: float
     store: int | None
     gpus: int
     at_once: int
@@ -66,7 +67,8 @@ class Case:
         from cacheflow.costs.roofline import GBPS, Roofline
         from cacheflow.eviction import EVICTIONS, ChunkStore
 
-        costs = workload.remembering(Roofline(self.model, self.machine, bandwidth=self.gbps * GBPS))
+        link = {"bandwidth": self.gbps * GBPS, "fetch_seconds": self.fetch_seconds}
+        costs = workload.remembering(Roofline(self.model, self.machine, **link))
         if self.rate is not None:
             prompts = arrivals.poisson(prompts, self.rate, self.seed)
         elif self.factor is not None:
@@ -181,6 +183,7 @@ def run(args: argparse.Namespace) -> int:
         evict=args.evict[0],
         model=shape(args.model),
         machine=gpu(args),
+        fetch_seconds=fetch_seconds(args),
         store=args.store,
         gpus=args.gpus,
         at_once=args.at_once,
@@ -293,6 +296,7 @@ def _report(
         {
             "model": args.model,
             "device": device,
+            "fetch_seconds": fetch_seconds(args),
             "gpus": args.gpus,
             "at_once": args.at_once,
             "store_bytes": args.store,
@@ -313,7 +317,7 @@ def _head(args: argparse.Namespace, kind: str, prompts: list[Prompt], carried: d
     mean = sum(prompt.tokens for prompt in prompts) / len(prompts)
     store = "a store without limit" if args.store is None else f"a store of {args.store / 2**30:.4g} GiB"
     print(
-        f"{args.model} on {args.gpus} {device}, {store}; {len(prompts):,} prompts of {mean:,.0f} "
+        f"{args.model} on {args.gpus} {device}{each_fetch(args)}, {store}; {len(prompts):,} prompts of {mean:,.0f} "
         f"tokens in the mean, {kind} arrivals, at most {args.at_once} at once on a GPU"
     )
     offered = f"; the trace's own rate is {arrivals.rate(prompts):.2f}" if kind == "trace" else ""

@@ -56,6 +56,7 @@ WRONG = {
     "no tokens": (["--tokens", "4k,12x"], "'12x'", "4K"),
     "zero tokens": (["--suffix", "0"], "'0'", "4K"),
     "no batch": (["--batch", "-1"], "'-1'", "at least 1"),
+    "no time": (["--fetch-us", "-5"], "'-5'", "above 0"),
     "unknown policy": (["--policy", "token,tokn"], "'tokn'", "two-pointer"),
     "policy that cannot be imported": (["--policy", "no_such:Thing"], "no_such:Thing", "import"),
     "unknown device": (["--device", "H1000", "--gemm", "1e12"], "'H1000'", "--attention, --memory, --host"),
@@ -119,6 +120,18 @@ class TestSimulate:
         one, many = (json.loads(out)["cells"][0] for out in (one, many))
         assert one["ttft_seconds"]["load"] < many["ttft_seconds"]["load"] < 3 * one["ttft_seconds"]["load"]
         assert one["bound_seconds"] < many["bound_seconds"] <= many["ttft_seconds"]["load"]
+
+    def test_every_fetch_may_cost_something(self, cacheflow):
+        (free, text), (costly, more) = (
+            (json.loads(cacheflow(*SMALL, *argv, "--json")[1]), cacheflow(*SMALL, *argv)[1].splitlines()[0])
+            for argv in ((), ("--fetch-us", "1500"))
+        )
+        assert (free["fetch_seconds"], costly["fetch_seconds"]) == (0.0, 1500e-6)
+        assert "fetch" not in text and "1,500 us a fetch" in more
+        [before], [after] = (report["cells"] for report in (free, costly))
+        chunks = 8  # that `load` fetches, one after another
+        more_for = {name: after["ttft_seconds"][name] - before["ttft_seconds"][name] for name in ("load", "recompute")}
+        assert more_for == {"load": pytest.approx(chunks * 1500e-6, rel=0.01), "recompute": 0.0}
 
     def test_devices_are_known_by_name_or_by_all_their_numbers(self, cacheflow):
         numbers = ["--gemm", "245e12", "--attention", "131e12", "--memory", "2.7e12", "--host", "45e9"]
