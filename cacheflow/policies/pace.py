@@ -9,6 +9,7 @@ from cacheflow.costs.base import Costs
 from cacheflow.op import Op
 
 SLOWER = 1.05  # times as slow as planned with is the link from which on what is left is split anew; a guess
+LATE = 1.25  # times as long as those before took a fetch behind which loads come in another order; a guess
 RECENT, ASKED = 8, 3  # ops by which one is large, and large ones of which the median counts; guesses
 
 
@@ -109,7 +110,7 @@ class LinkPace(Pace):
         if not self._large or not (unit := self._unit()):
             return False
         seconds, size = self._large[-1]
-        return 1 + self._lost(seconds / unit, size) > SLOWER * self.known
+        return 1 + self._lost(seconds / unit, size) > LATE * self.known
 
     def _taken(self, now: float) -> float:
         """Seconds since the fetch that runs was first seen to; 0 where none does."""

@@ -105,6 +105,16 @@ def test_the_fetch_that_runs_is_held_against_what_it_is_estimated_to_take_now():
     assert pace.at(1.4 * estimate) == pytest.approx(1.4, rel=1e-2)
 
 
+@pytest.mark.parametrize(("slower", "late"), [(1.2, False), (1.3, True)])
+def test_noise_is_not_late(slower, late):
+    """Loads in another order take more fetches."""
+    pace, estimate = LinkPace(costs(), []), costs().seconds(row())
+    for times in (1.0, 1.0, slower):
+        pace.row = ROW
+        pace.ended(times * estimate, estimate)
+    assert pace.late == late
+
+
 def test_the_fetch_that_runs_is_seen_to_be_late_with_one_that_was_before():
     queued = [(row(), costs().seconds(row()))]
     pace, estimate = LinkPace(costs(), queued), costs().seconds(row())
