@@ -127,8 +127,8 @@ class Climb(Launches):
         assert tops is not None
         steps, count = plane.layers - 1, plane.prefix_columns
         stored = list(compress(range(min(most, count)), plane.request.stored))
-        if not stored or not steps:
-            return
+        if not stored or not steps or self.planner.overhead(plane.request.width(0)) > costs.fixed(FETCH):
+            return  # nothing to slope, or a latency that narrow rows would wait out
         mean, width = sum([tops[c] - 1 for c in stored if tops[c] > 1]) / steps, plane.request.boundaries[count] / count
         reach = min(mean - NARROWEST, len(stored) - mean)
         pairs = costs.pair_marginal * steps * width**2 / 6
@@ -262,12 +262,9 @@ class Climb(Launches):
         to_load = self._to_load() if to_load is None else to_load
         cells = sum([width(c) * len(to_load[c]) for c in to_load])
         link = policy.link_pace.at(now) * policy.costs.load_seconds(cells)
-        link += self._fetches(cells) * policy.costs.fixed(FETCH)
+        row = max(1.0, min(self.row, policy.staging_cells or self.row))
+        link += cells / row * self.planner.overhead(row)
         return policy.compute_pace.known * self._compute_seconds(), link
-
-    def _fetches(self, cells: int) -> float:
-        """About how many fetches so many (token, layer) pairs take."""
-        return cells / max(1.0, min(self.row, self.policy.staging_cells or self.row))
 
     def _to_load(self) -> dict[int, list[int]]:
         """The layers at which cells are still to be loaded, of every column that has some."""
@@ -314,7 +311,7 @@ class Climb(Launches):
         launches = layer - max(self.layer, plane.height[column]) - 1
         reached = policy.free_at("compute", now) + launches * self.alone / plane.layers
         landed = policy.free_at(LINK, now) + policy.link_pace.seconds(plane.request.width(column))
-        if landed + policy.costs.fixed(FETCH) >= reached:
+        if landed + self.planner.overhead(part.tokens) >= reached:
             return None
         tops[column] = layer
         self.changed()

@@ -68,8 +68,7 @@ class EarlyLoads:
         if climb.planner.together > 1:
             return None
         as_estimated = abs(policy.link_pace.at(now) - 1) < SLOWER - 1
-        lost = costs.fixed(FETCH) + costs.interference_per_fetch
-        if not as_estimated or lost > self._lose:
+        if not as_estimated or costs.fixed(FETCH) + costs.interference_per_fetch > self._lose:
             return None
         column = self._last_column()
         if column is None:
@@ -79,7 +78,9 @@ class EarlyLoads:
         if copied > cell:
             return None  # copies are behind, and those of what is needed first would be too
         staged = policy.staging_cells or plane.request.tokens * plane.layers
-        transfer = _Transfer(costs.fixed(FETCH), cell, costs.fixed(COPY), copied, max(1, int(staged / width)))
+        transfer = _Transfer(
+            climb.planner.overhead(climb.row), cell, costs.fixed(COPY), copied, max(1, int(staged / width))
+        )
         if self._timetable is None:
             self._timetable = self._planned_launches()
         free = policy.free_at("compute", now) - now - self._launched(self._timetable)
@@ -87,7 +88,10 @@ class EarlyLoads:
         band = self._band(column, self._timetable, transfer, busy, free)
         if not band:
             return None
-        landed = busy + transfer.fetch + transfer.cell * len(band)
+        own = climb.planner.overhead(width * len(band))
+        if (lost := own + costs.interference_per_fetch) > self._lose:
+            return None
+        landed = busy + own + transfer.cell * len(band)
         copies = landed + transfer.copy + transfer.copied * len(band)
         longer = self._waits(self._timetable, transfer, landed, copies, free, band)
         if longer > 0:

@@ -12,6 +12,7 @@ from operator import not_
 from typing import NamedTuple
 
 from cacheflow.costs.base import Costs, LayerWork, Span
+from cacheflow.loop import AHEAD
 from cacheflow.op import COMPUTE, COPY, FETCH
 from cacheflow.plane import Plane
 
@@ -236,16 +237,23 @@ class Planner:
             return _Loads(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1)
         columns_each = max(1, self.staging // (layers * (self.bounds[1] - self.bounds[0])))
         fetches, each = -(-right // columns_each), costs.interference_per_fetch
-        fetch = fetches * costs.fixed(FETCH) + costs.load_seconds(loaded)
+        fetch = costs.load_seconds(loaded) + fetches * self.overhead(loaded / fetches)
         copy = costs.fixed(COPY) + min(loaded, self.staging) * costs.shape.cell_bytes / costs.copy_bandwidth
         held_up = costs.interference(loaded, fetches)
-        fixed = costs.fixed(FETCH) + costs.fixed(COPY) + each
+        fixed = self.overhead(loaded) + costs.fixed(COPY) + each
         wanted = PIECES if copy >= fixed * PIECES**2 else max(1, round(math.sqrt(copy / fixed)))
         wanted = wanted if layers == 1 else 1
         pieces = -(-right // -(-right // wanted))  # of equally many columns
         cut = max(copy / pieces, each + (held_up - each) / pieces)
-        more = (pieces - 1) * costs.fixed(FETCH)
+        more = pieces * self.overhead(loaded / pieces) - self.overhead(loaded)
         return _Loads(fetch, max(fetch, copy), max(copy, held_up), cut, more, held_up, pieces)
+
+    def overhead(self, cells: float) -> float:
+        """Seconds of the link that a fetch of so many (token, layer) pairs takes besides what moves them: with AHEAD in
+        flight, not all of a long latency is over before."""
+        fixed = self.costs.fixed(FETCH)
+        fetch = fixed + cells * self.costs.load_seconds(1)
+        return fixed + max(0.0, (self.costs.latency + fetch) / AHEAD - fetch)
 
     def _launch_seconds(self, computed: int, on: int, last: bool) -> float:
         """Seconds of a layer at which so many columns are computed and so many of them go on."""
@@ -267,7 +275,14 @@ class Planner:
             self._revision = costs.revision
             self._launch.cache_clear()
         interference = costs.interference_per_fetch, costs.interference_per_byte
-        link = costs.bandwidth, costs.fetch_seconds, costs.copy_bandwidth, costs.copy_seconds, *interference
+        link = (
+            costs.bandwidth,
+            costs.latency,
+            costs.fetch_seconds,
+            costs.copy_bandwidth,
+            costs.copy_seconds,
+            *interference,
+        )
         if self._link != link:
             self._link, self._together = link, 1
             self._load.cache_clear()
@@ -279,26 +294,24 @@ class Planner:
         become slower, more is in flight that cannot be computed instead.
         """
         costs, layers, (loaded, _) = self.costs, self.layers, self._to_load(0)
-        fetch, interference = costs.fixed(FETCH), costs.interference_per_fetch
-        if not loaded or not (fetch or interference):
-            return 1
         whole, suffix = (layers * self._launch(columns, columns, False) for columns in (self.count, 0))
         load = costs.load_seconds(loaded * layers)
         both = whole - suffix + load
         if not both:
             return 1
-        # Were all linear in the share that is computed, so much of a delay of the link would delay the first token.
-        delays = (whole - suffix) / both
-        lost = delays * fetch + (1 - delays) * interference
-        if layers * lost / 2 <= WORTH * load * whole / both:
+        # Were all linear in the share that is computed: both sides end together after `load * loads`, and so much of a
+        # delay of the link would delay that.
+        loads, delays = whole / both, (whole - suffix) / both
+        columns = round(self.count * max(0.0, 1 - loads))
+        row = self._load(columns, 1).fetch - costs.load_seconds(self._to_load(columns)[0])  # what its bytes do not take
+        lost = delays * row + (1 - delays) * costs.interference_per_fetch
+        if layers * lost / 2 <= WORTH * load * loads:
             return 1
         widest = max(stop - start for start, stop in pairwise(self.bounds[: self.count + 1]))
         most, seconds = min(layers, max(1, self.staging // widest)), dict[int, float]()
         for together in sorted({1, most, *(i << j for i in (2, 3) for j in range(most) if i << j < most)}):
             self._together = together
             seconds[together] = self.estimate()
-            if seconds[together] > 1.1 * min(seconds.values()):
-                break
         best = min(seconds, key=lambda together: seconds[together])
         return best if seconds[best] < (1 - WORTH) * seconds[1] else 1
 

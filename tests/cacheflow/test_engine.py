@@ -99,9 +99,10 @@ def test_a_batch_is_restored_exactly(make_engine, policy):
 
 
 @pytest.mark.parametrize("length", [39, 100])
-def test_fetches_of_several_layers_and_columns_restore_exactly(make_engine, length):
+@pytest.mark.parametrize("family", ["llama", "mistral-window", "qwen2-window"])
+def test_fetches_of_several_layers_and_columns_restore_exactly(make_engine, family, length):
     """What pipelined does where every fetch costs much; and again, one of the chunks being unreadable."""
-    several = config(num_hidden_layers=8)
+    several = config(family, num_hidden_layers=8)
     model = Decoder(several, random_weights(several, 3, torch.float32))
     costs = ToyCosts(model, loads=0.5)
     costs.fetch_seconds = 5e-4
