@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import cache
-from itertools import compress, pairwise
-from operator import not_
+from itertools import compress, groupby, pairwise
+from operator import itemgetter, not_
 from typing import NamedTuple
 
 from cacheflow.costs.base import Costs, LayerWork, Span
@@ -16,7 +16,7 @@ from cacheflow.loop import AHEAD
 from cacheflow.op import COMPUTE, COPY, FETCH
 from cacheflow.plane import Plane
 
-Flight = tuple[int, int, int]  # layers, columns computed there, columns that go on above the last
+Run = tuple[int, int, int, int]  # bands, layers of each, columns computed there, columns that go on above the last
 
 PIECES = 4  # most fetches of the first layer, and of the last
 MEETING = 6  # most steps that are made towards where compute and link end together
@@ -46,7 +46,7 @@ class _Loads(NamedTuple):
     """What a layer's loads take, in seconds. fetch: of the link. step: from when one layer has landed to the next, the
     slower of link and copies. whole, cut: that a launch still waits when the layer's fetch has ended, and when that of
     the last piece has. more: of the link, if in pieces. held_up: by which compute is held up. pieces: see
-    Planner.pieces."""
+    Planner.pieces. cells: (token, layer) pairs."""
 
     fetch: float
     step: float
@@ -55,6 +55,7 @@ class _Loads(NamedTuple):
     more: float
     held_up: float
     pieces: int
+    cells: int
 
 
 class Planner:
@@ -151,26 +152,29 @@ class Planner:
         above, on = self.layers - 1, wider if partly else columns
         first = max(first, on)
         upper = above - partly  # layers with `columns` columns, the last layer among them
-        flights: list[Flight] = [(1, first, on if above else 0)]
+        runs: list[Run] = [(1, 1, first, on if above else 0)]
         if partly:
-            flights.append((partly, wider, columns if upper else 0))
+            runs += [(partly - 1, 1, wider, wider), (1, 1, wider, columns if upper else 0)]
         if upper:
-            flights.append((upper, columns, 0))
-        if (
-            self._together > 1 and first == on and len(flights) > 1
-        ):  # the same columns are loaded from the first layer on
-            flights[:2] = [(1 + flights[1][0], *flights[1][1:])]
+            runs += [(upper - 1, 1, columns, columns), (1, 1, columns, 0)]
+        if self._together > 1:
+            runs = self._in_bands(runs)
         time, landed, compute, link, done = compute_at, link_at + costs.latency, 0.0, 0.0, 0
-        for bands, layers, computed, busy in self._bands(flights):
+        for bands, layers, computed, on in runs:
+            if bands < 1:
+                continue
             done += bands * layers
-            fetch, step, whole, cut, more, held_up, _ = self._load(computed, layers)
+            busy = self._launch(computed, on, done == self.layers)
+            if layers > 1:
+                busy += self._launch(computed, computed, False) * (layers - 1)
+            fetch, step, whole, cut, more, held_up, _, _ = self._load(computed, layers)
             compute += busy * bands
             if fetch:
                 # Waiting for the first of these loads, or for the last, is all that can hold them up. Those of the next
                 # band land while this one is computed.
                 begins, ends = not link, done == self.layers
-                ready = landed + fetch + (more + cut if begins else whole)
-                start, alone = max(time + held_up, ready), busy
+                ready, alone = landed + fetch + (more + cut if begins else whole), busy
+                start = max(time + held_up, ready)
                 if self._together > 1 and computed:
                     alone, ahead = self._ahead(layers, busy, ends)
                     busy -= min((start - time - held_up) * ahead / bands, busy - alone)
@@ -191,22 +195,17 @@ class Planner:
         columns = busy - layers * sum(costs.cell_marginals(bounds[self.count], bounds[self.count] + self.suffix, 0))
         return alone, (busy - alone) / columns if columns > 0 else 0.0
 
-    def _bands(self, flights: Iterable[Flight]) -> Iterator[tuple[int, int, int, float]]:
-        """How many bands of so many layers, that are loaded together, with so many columns computed, and what launches
-        take of each; of every flight all bands but the last, and the last."""
-        done = 0
-        for layers, computed, on in flights:
-            done += layers
+    def _in_bands(self, runs: Iterable[Run]) -> list[Run]:
+        """The same layers, as many together as fetches bring; where the same columns are computed, all bands but the
+        last, and the last."""
+        found = list[Run]()
+        for computed, same in groupby(runs, key=itemgetter(2)):
+            *before, (count, _, _, on) = same
+            layers = count + sum(bands for bands, *_ in before)
             band = min(self._together, layers)
-            bands = -(-layers // band)
-            left = layers - (bands - 1) * band
-            seconds = self._launch(computed, on, done == self.layers)
-            if layers > 1:
-                going = self._launch(computed, computed, False)
-                seconds += (left - 1) * going
-                if bands > 1:
-                    yield bands - 1, band, computed, band * going
-            yield 1, left, computed, seconds
+            full = (layers - 1) // band
+            found += [(full, band, computed, computed), (1, layers - full * band, computed, on)]
+        return found
 
     @property
     def together(self) -> int:
@@ -220,40 +219,36 @@ class Planner:
         self._forget_other_costs()
         return self._load(columns, 1).pieces
 
-    def _to_load(self, columns: int) -> tuple[int, int]:
-        """Tokens and columns that are loaded of a layer at which so many columns are computed."""
-        start = self.bounds[columns]
-        tokens, right = self.bounds[self.count] - start, self.count - columns
-        if self.holes:
-            holes = [hole.stop - hole.start for hole in self.holes if hole.start >= start]
-            tokens, right = tokens - sum(holes), right - len(holes)
-        return tokens, right
-
     def _loads(self, columns: int, layers: int) -> _Loads:
         """Of a band of layers at which so many columns are computed."""
-        costs, (loaded, right) = self.costs, self._to_load(columns)
+        costs, start = self.costs, self.bounds[columns]
+        loaded, right = self.bounds[self.count] - start, self.count - columns
+        if self.holes:
+            holes = [hole.stop - hole.start for hole in self.holes if hole.start >= start]
+            loaded, right = loaded - sum(holes), right - len(holes)
         loaded *= layers
         if not loaded:
-            return _Loads(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1)
+            return _Loads(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1, 0)
         columns_each = max(1, self.staging // (layers * (self.bounds[1] - self.bounds[0])))
         fetches, each = -(-right // columns_each), costs.interference_per_fetch
-        fetch = costs.load_seconds(loaded) + fetches * self.overhead(loaded / fetches)
+        overhead = self.overhead(loaded / fetches)
+        fetch = costs.load_seconds(loaded) + fetches * overhead
         copy = costs.fixed(COPY) + min(loaded, self.staging) * costs.shape.cell_bytes / costs.copy_bandwidth
         held_up = costs.interference(loaded, fetches)
-        fixed = self.overhead(loaded) + costs.fixed(COPY) + each
+        fixed = overhead + costs.fixed(COPY) + each
         wanted = PIECES if copy >= fixed * PIECES**2 else max(1, round(math.sqrt(copy / fixed)))
         wanted = wanted if layers == 1 else 1
         pieces = -(-right // -(-right // wanted))  # of equally many columns
         cut = max(copy / pieces, each + (held_up - each) / pieces)
-        more = pieces * self.overhead(loaded / pieces) - self.overhead(loaded)
-        return _Loads(fetch, max(fetch, copy), max(copy, held_up), cut, more, held_up, pieces)
+        more = pieces * (self.overhead(loaded / pieces) if costs.latency else overhead) - overhead
+        return _Loads(fetch, max(fetch, copy), max(copy, held_up), cut, more, held_up, pieces, loaded)
 
     def overhead(self, cells: float) -> float:
         """Seconds of the link that a fetch of so many (token, layer) pairs takes besides what moves them: with AHEAD in
         flight, not all of a long latency is over before."""
-        fixed = self.costs.fixed(FETCH)
-        fetch = fixed + cells * self.costs.load_seconds(1)
-        return fixed + max(0.0, (self.costs.latency + fetch) / AHEAD - fetch)
+        costs, fixed = self.costs, self.costs.fixed(FETCH)
+        fetch = fixed + cells * costs.load_seconds(1) if costs.latency else 0.0
+        return fixed + max(0.0, (costs.latency + fetch) / AHEAD - fetch) if fetch < costs.latency else fixed
 
     def _launch_seconds(self, computed: int, on: int, last: bool) -> float:
         """Seconds of a layer at which so many columns are computed and so many of them go on."""
@@ -293,9 +288,11 @@ class Planner:
         lose half as much in all. But launches wait longer for the first of them and for the last, and should the link
         become slower, more is in flight that cannot be computed instead.
         """
-        costs, layers, (loaded, _) = self.costs, self.layers, self._to_load(0)
+        costs, layers = self.costs, self.layers
+        if not (costs.fixed(FETCH) or costs.latency or costs.interference_per_fetch):
+            return 1
         whole, suffix = (layers * self._launch(columns, columns, False) for columns in (self.count, 0))
-        load = costs.load_seconds(loaded * layers)
+        load = costs.load_seconds(self._load(0, layers).cells)
         both = whole - suffix + load
         if not both:
             return 1
@@ -303,8 +300,8 @@ class Planner:
         # delay of the link would delay that.
         loads, delays = whole / both, (whole - suffix) / both
         columns = round(self.count * max(0.0, 1 - loads))
-        row = self._load(columns, 1).fetch - costs.load_seconds(self._to_load(columns)[0])  # what its bytes do not take
-        lost = delays * row + (1 - delays) * costs.interference_per_fetch
+        row = self._load(columns, 1)
+        lost = delays * (row.fetch - costs.load_seconds(row.cells)) + (1 - delays) * costs.interference_per_fetch
         if layers * lost / 2 <= WORTH * load * loads:
             return 1
         widest = max(stop - start for start, stop in pairwise(self.bounds[: self.count + 1]))
