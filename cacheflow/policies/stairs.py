@@ -240,7 +240,7 @@ class Planner:
         wanted = wanted if layers == 1 else 1
         pieces = -(-right // -(-right // wanted))  # of equally many columns
         cut = max(copy / pieces, each + (held_up - each) / pieces)
-        more = pieces * (self.overhead(loaded / pieces) if costs.latency else overhead) - overhead
+        more = max(0.0, pieces * (self.overhead(loaded / pieces) if costs.latency else overhead) - overhead)
         return _Loads(fetch, max(fetch, copy), max(copy, held_up), cut, more, held_up, pieces, loaded)
 
     def overhead(self, cells: float) -> float:
