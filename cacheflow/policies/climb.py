@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cacheflow.op import COMPUTE, FETCH, Op
+from cacheflow.op import COMPUTE, COPY, FETCH, Op
 from cacheflow.plane import EMPTY, Plane
 from cacheflow.policies.base import LINK
 from cacheflow.policies.early import EarlyLoads
@@ -28,8 +28,8 @@ class Climb(Launches):
     """A request on its way up, and what it is to load.
 
     alone: seconds to its first token, were it the only request. promised: tokens whose hidden states it may keep.
-    cell_seconds: of the link per (token, layer) pair, as planned with. row: tokens of a layer that are loaded, as
-    planned, in the mean.
+    cell_seconds: of the link per (token, layer) pair, as planned with. row: such pairs of a fetch, as planned, in the
+    mean, were staging no limit.
     wave: when it came. overtaken: by how many that came later.
     next_row: no layer below has anything to load. nothing_to_load: nothing is planned to be loaded any more, and
     `relieve` has nothing either. Both hold until `changed`: a cell can be loaded again only after a failure, and tops
@@ -165,7 +165,8 @@ class Climb(Launches):
     def waits_until(self, now: float) -> float:
         """Estimated time at which the loads have landed that the suffix waits for; infinite if it waits for none."""
         plane, layer = self.plane, self.layer
-        columns = plane.loadable_columns(range(plane.prefix_columns), layer) if layer < plane.layers else []
+        row = [c for c in range(plane.prefix_columns) if self.tops[c] <= layer] if self.tops else []
+        columns = plane.loadable_columns(row, layer) if layer < plane.layers else []
         if columns:
             cells = sum(map(plane.request.width, columns)) * len(self._band(layer, columns))
             return self.policy.free_at(LINK, now) + self.policy.link_pace.seconds(cells)
@@ -310,8 +311,9 @@ class Climb(Launches):
             return None
         launches = layer - max(self.layer, plane.height[column]) - 1
         reached = policy.free_at("compute", now) + launches * self.alone / plane.layers
-        landed = policy.free_at(LINK, now) + policy.link_pace.seconds(plane.request.width(column))
-        if landed + self.planner.overhead(part.tokens) >= reached:
+        costs, copy = policy.costs, policy.costs.seconds(Op(COPY, range(layer, top), (part,)))
+        landed = policy.free_at(LINK, now) + costs.latency + costs.fixed(FETCH) + policy.link_pace.seconds(part.tokens)
+        if max(landed, now + copy * policy.copies) + copy >= reached:
             return None
         tops[column] = layer
         self.changed()

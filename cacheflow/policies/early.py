@@ -118,8 +118,10 @@ class EarlyLoads:
         assert tops is not None
         here = max(1, climb.layer)
         row = plane.prefix_columns - timetable.computed[here] - timetable.holes[here]
+        if (staging := climb.policy.staging_cells) is not None:
+            row = min(row, staging // plane.request.width(column))
         band = plane.loadable_band(column)
-        band = range(max(band.start, band.stop - max(1, min(row, transfer.most)), tops[column]), band.stop)
+        band = range(max(band.start, band.stop - max(1, row), tops[column]), band.stop)
         landed = busy + transfer.fetch + transfer.cell * len(band)
         in_time = bisect_left(timetable.begins, landed + transfer.copy + transfer.copied * len(band) - free)
         return range(max(band.start, in_time), band.stop)

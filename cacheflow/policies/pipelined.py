@@ -37,6 +37,7 @@ class Pipelined(Policy):
         self.compute_pace, self.link_pace = Pace(), LinkPace(self.costs, self._queued[LINK])
         self._climbs: dict[str, Climb] = {}
         self._ranked: list[Climb] | None = None  # those that are not done, in the order of service; None: to be found
+        self.copies = 0  # in flight
         self._wave = 0  # requests that are added with nothing asked between them come at the same time
 
     def add(self, plane: Plane) -> None:
@@ -58,9 +59,11 @@ class Pipelined(Policy):
     def finished(self, op: Op, seconds: float, ended: float | None = None) -> None:
         super().finished(op, seconds, ended)
         if op.kind != COMPUTE:
+            more = 1 if op.kind == FETCH else -1
+            self.copies += more
             for request in op.requests:
                 for layer in op.layers:
-                    self._climbs[request].copying[layer] += 1 if op.kind == FETCH else -1
+                    self._climbs[request].copying[layer] += more
         elif self._ranked is not None:
             self._ranked = [climb for climb in self._ranked if not climb.plane.done]
 

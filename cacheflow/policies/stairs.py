@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from itertools import compress, groupby, pairwise
-from operator import itemgetter, not_
+from operator import itemgetter, not_, sub
 from typing import NamedTuple
 
 from cacheflow.costs.base import Costs, LayerWork, Span
@@ -22,6 +22,7 @@ PIECES = 4  # most fetches of the first layer, and of the last
 MEETING = 6  # most steps that are made towards where compute and link end together
 OPTIONS = 24  # splits of a request that a batch's plan tells apart
 SAMPLED = 6  # every so many of those is worked out, the others are interpolated
+MOVED = 0.05  # share by which what fetches cost must move until layers are grouped anew
 WORTH = 0.02  # share of the time to first token that fetches of several layers must save; a guess
 
 
@@ -43,9 +44,9 @@ class Stairs(NamedTuple):
 
 
 class _Loads(NamedTuple):
-    """What a layer's loads take, in seconds. fetch: of the link. step: from when one layer has landed to the next, the
-    slower of link and copies. whole, cut: that a launch still waits when the layer's fetch has ended, and when that of
-    the last piece has. more: of the link, if in pieces. held_up: by which compute is held up. pieces: see
+    """What a band's loads take, in seconds. fetch: of the link. step: from when one band has landed to the next, the
+    slower of link and copies. whole, cut: that a launch still waits when the last fetch has ended, and when that of the
+    last piece has. more: of the link, if in pieces. held_up: by which compute is held up. pieces: see
     Planner.pieces. cells: (token, layer) pairs."""
 
     fetch: float
@@ -73,6 +74,7 @@ class Planner:
         self.layers = request.layers
         self.count = plane.prefix_columns
         self.bounds = request.boundaries
+        self.widest = max(map(sub, self.bounds[1 : self.count + 1], self.bounds), default=1)  # tokens of a column
         self.steps = max(1, request.layers - 1)
         self.suffix = request.tokens - request.prefix
         self._suffix, self._last = (Span(start, request.tokens, None) for start in (request.prefix, request.tokens - 1))
@@ -84,7 +86,7 @@ class Planner:
         self._launch = cache(self._launch_seconds)
         self._load = cache(self._loads)
         self._revision, self._link = costs.revision, tuple[float, ...]()  # the costs that these are of
-        self._together = 1
+        self._together, self._together_of = 1, tuple[float, ...]()
 
     def best(self, most: int, compute_at: float = 0.0, link_at: float = 0.0) -> Stairs:
         """The stairs with the soonest first token, with at most so many columns that go beyond the first layer, when
@@ -97,6 +99,8 @@ class Planner:
                 return self.evaluate(*self.split(units), first, *at)
 
             found += _lowest(stairs, self.units(most), link_at - compute_at)
+            if self.together > 1:  # whole fetches are more or fewer: there are several lowest
+                found += [stairs(units) for units in self.spread(most)]
         # The first layer's projections are the smallest pieces: so many of them as let both sides end together.
         one, costs = min(found, key=lambda stairs: stairs.seconds), self.costs
         late = one.compute + compute_at - one.link - link_at
@@ -229,11 +233,12 @@ class Planner:
         loaded *= layers
         if not loaded:
             return _Loads(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1, 0)
-        columns_each = max(1, self.staging // (layers * (self.bounds[1] - self.bounds[0])))
+        columns_each = max(1, self.staging // (layers * self.widest))
         fetches, each = -(-right // columns_each), costs.interference_per_fetch
         overhead = self.overhead(loaded / fetches)
         fetch = costs.load_seconds(loaded) + fetches * overhead
-        copy = costs.fixed(COPY) + min(loaded, self.staging) * costs.shape.cell_bytes / costs.copy_bandwidth
+        copied = loaded * costs.shape.cell_bytes / costs.copy_bandwidth
+        copy, copies = costs.fixed(COPY) + copied / fetches, fetches * costs.fixed(COPY) + copied
         held_up = costs.interference(loaded, fetches)
         fixed = overhead + costs.fixed(COPY) + each
         wanted = PIECES if copy >= fixed * PIECES**2 else max(1, round(math.sqrt(copy / fixed)))
@@ -241,7 +246,7 @@ class Planner:
         pieces = -(-right // -(-right // wanted))  # of equally many columns
         cut = max(copy / pieces, each + (held_up - each) / pieces)
         more = max(0.0, pieces * (self.overhead(loaded / pieces) if costs.latency else overhead) - overhead)
-        return _Loads(fetch, max(fetch, copy), max(copy, held_up), cut, more, held_up, pieces, loaded)
+        return _Loads(fetch, max(fetch, copies), max(copy, held_up), cut, more, held_up, pieces, loaded)
 
     def overhead(self, cells: float) -> float:
         """Seconds of the link that a fetch of so many (token, layer) pairs takes besides what moves them: with AHEAD in
@@ -279,9 +284,11 @@ class Planner:
             *interference,
         )
         if self._link != link:
-            self._link, self._together = link, 1
+            self._link = link
             self._load.cache_clear()
-            self._together = self._layers_together()
+            if not _alike(link, self._together_of):
+                self._together_of, self._together = link, 1
+                self._together = self._layers_together()
 
     def _layers_together(self) -> int:
         """How many layers a fetch brings at most for the soonest first token, if several are worth it: fetches of two
@@ -304,13 +311,18 @@ class Planner:
         lost = delays * (row.fetch - costs.load_seconds(row.cells)) + (1 - delays) * costs.interference_per_fetch
         if layers * lost / 2 <= WORTH * load * loads:
             return 1
-        widest = max(stop - start for start, stop in pairwise(self.bounds[: self.count + 1]))
-        most, seconds = min(layers, max(1, self.staging // widest)), dict[int, float]()
+        most, seconds = min(layers, max(1, self.staging // self.widest)), dict[int, float]()
         for together in sorted({1, most, *(i << j for i in (2, 3) for j in range(most) if i << j < most)}):
             self._together = together
             seconds[together] = self.estimate()
         best = min(seconds, key=lambda together: seconds[together])
         return best if seconds[best] < (1 - WORTH) * seconds[1] else 1
+
+
+def _alike(costs: Sequence[float], others: Sequence[float]) -> bool:
+    """Whether none differs by more than MOVED."""
+    pairs = zip(costs, others, strict=False)
+    return len(costs) == len(others) and all(a == b or abs(a - b) <= MOVED * max(a, b) for a, b in pairs)
 
 
 def _lowest(function: Callable[[int], Stairs], last: int, behind: float) -> list[Stairs]:

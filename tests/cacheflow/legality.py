@@ -226,6 +226,9 @@ def _check_fetches(run: Run, by_id: dict[str, Request]) -> dict[Cell, float]:
         failed = set(_cells(by_id, span.op, [part for part, _ in run.failed[span.op]]))
         if started:
             need = {r: needed(by_id[r], frozenset(lost[r])) for r in span.op.requests}
+            cells = len(list(_cells(by_id, span.op)))
+            size, staging = span.op.tokens * len(span.op.layers), run.policy.staging_cells
+            assert staging is None or size <= staging or cells == 1, f"{size} pairs in a fetch of at most {staging}"
             for request, column, layer in _cells(by_id, span.op):
                 assert by_id[request].stored[column], "fetched what is not stored"
                 assert (column, layer) in need[request], "fetched what is not needed"

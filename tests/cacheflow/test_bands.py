@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 
@@ -15,6 +16,7 @@ from cacheflow.op import FETCH
 from cacheflow.plane import Plane
 from cacheflow.policies.climb import Climb
 from cacheflow.policies.early import LOST, EarlyLoads
+from cacheflow.policies.pipelined import Pipelined
 from cacheflow.policies.stairs import WORTH, Planner
 from cacheflow.request import Request
 from cacheflow.simulate import Simulation
@@ -111,16 +113,50 @@ def test_fetches_bring_no_more_layers_than_is_worth_it(gbps):
                 found[planner._together] = planner.best(planner.count).seconds
             assert found[together] <= 1.05 * min(found.values())
             assert together == 1 or found[together] < (1 - WORTH / 2) * found[1]
-            assert together == 1 if seconds == 10e-6 and prefix > 1024 else True
+            assert together == 1 or seconds > 10e-6 or prefix == 1024
 
 
-@pytest.mark.parametrize("layers", [1, 3, 31])
+@pytest.mark.parametrize("layers", [1, 3, 8])
 def test_one_column_fits_the_staging_buffer_with_all_layers_of_a_fetch(layers):
     costs = roofline(80, fetch_seconds=3e-3)
     simulation = simulated("pipelined", costs, [request(4096)], staging=layers * CHUNK)
     fetches = [span.op for span in simulation.timeline.spans if span.op.kind == FETCH]
     assert max(op.tokens * len(op.layers) for op in fetches) <= layers * CHUNK
-    assert max(len(op.layers) for op in fetches) == layers if layers < 31 else True
+    assert max(len(op.layers) for op in fetches) == layers
+
+
+@pytest.mark.parametrize("seconds", [0.0, 3e-3])
+@pytest.mark.parametrize("staging", [1024, 2048, 4096, 16384])
+def test_columns_of_unequal_width_keep_to_the_staging_buffer(seconds, staging):
+    widths = [64] * 32 + [512] * 16 + [64]
+    boundaries = tuple(accumulate(widths, initial=0))
+    one = Request("a", boundaries, (True,) * (len(widths) - 1), (None,) * LLAMA.layers)
+    simulation = simulated("pipelined", roofline(40, fetch_seconds=seconds), [one], staging=staging)
+    fetches = [span.op for span in simulation.timeline.spans if span.op.kind == FETCH]
+    assert max(op.tokens * len(op.layers) for op in fetches) <= staging
+
+
+def test_a_band_has_the_columns_that_are_loadable_at_all_of_its_layers():
+    plane, policy = Plane(request(2048)), Pipelined(roofline(40), staging_cells=STAGING)
+    policy.add(plane)
+    plane.start(FETCH, range(5, 6), [plane.part(1, 2)])
+    op = policy.fetch_band(plane, range(4, 7), range(plane.prefix_columns))
+    assert op is not None and (op.layers, op.parts) == (range(4, 7), plane.parts([0, 2, 3]))
+    assert policy.fetch_band(plane, range(5, 6), [1]) is None
+
+
+@pytest.mark.parametrize(("cost", "seconds"), [("fetch_seconds", 1e-3), ("fetch_seconds", 1e-5), ("latency", 5e-3)])
+def test_what_is_left_of_a_plan_has_the_fixed_costs_of_its_fetches(cost, seconds):
+    policy = Pipelined(roofline(40, **{cost: seconds}), staging_cells=STAGING)
+    policy.add(Plane(request(4096)))
+    policy.next("compute", 0.0)
+    [climb] = policy._climbs.values()
+    stairs, sizes = climb.stairs, list[int]()
+    _, link = climb.left(0.0)
+    assert stairs is not None and link == pytest.approx(stairs.link, rel=0.04)
+    while (op := policy.next("link", 0.0)) is not None:
+        sizes.append(op.tokens * len(op.layers))
+    assert min(climb.row, STAGING) == pytest.approx(max(sizes), rel=0.35)
 
 
 @pytest.mark.parametrize(("gbps", "prefix"), [(40, 32768), (80, 32768), (80, 8192)])
@@ -155,4 +191,5 @@ def test_layers_that_need_different_columns_are_not_loaded_together():
         costs = Roofline(replace(LLAMA, layers=8, windows=windows), device("H100"), bandwidth=1e10, fetch_seconds=3e-3)
         spans = simulated("pipelined", costs, [one], staging=1 << 30).timeline.spans
         most[windows[:2]] = max(len(span.op.layers) for span in spans if span.op.kind == FETCH)
-    assert most == {(None, None): 6, (128, 128): 7, (128, None): 1}
+    assert most[None, None] > 1 and most[128, 128] > 1
+    assert most[128, None] == 1
