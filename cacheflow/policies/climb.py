@@ -98,7 +98,7 @@ class Climb(Launches):
         self.tops = [1] * count
         if stairs is not None:
             self.tops = stairs.tops(count, layers)
-            if self.planner.together == 1:
+            if self.planner.together == 1:  # else either would take more fetches
                 self._slope(stairs, most)
                 self.early.allow(stairs.seconds)
         self.cell_seconds = self.policy.link_pace.seconds(1)

@@ -66,7 +66,7 @@ class EarlyLoads:
         if climb.next_row == plane.layers or climb.stairs is None or plane.layers < 3 or not climb.begun:
             return None
         if climb.planner.together > 1:
-            return None
+            return None  # a fetch costs too much
         as_estimated = abs(policy.link_pace.at(now) - 1) < SLOWER - 1
         if not as_estimated or costs.fixed(FETCH) + costs.interference_per_fetch > self._lose:
             return None

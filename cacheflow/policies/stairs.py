@@ -300,13 +300,14 @@ class Planner:
             return 1
         whole, suffix = (layers * self._launch(columns, columns, False) for columns in (self.count, 0))
         load = costs.load_seconds(self._load(0, layers).cells)
-        both = whole - suffix + load
+        saved = max(0.0, whole - suffix)  # of compute, if all is loaded
+        both = saved + load
         if not both:
             return 1
         # Were all linear in the share that is computed: both sides end together after `load * loads`, and so much of a
         # delay of the link would delay that.
-        loads, delays = whole / both, (whole - suffix) / both
-        columns = round(self.count * max(0.0, 1 - loads))
+        loads, delays = min(1.0, whole / both), saved / both
+        columns = round(self.count * (1 - loads))
         row = self._load(columns, 1)
         lost = delays * (row.fetch - costs.load_seconds(row.cells)) + (1 - delays) * costs.interference_per_fetch
         if layers * lost / 2 <= WORTH * load * loads:

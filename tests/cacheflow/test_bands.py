@@ -22,6 +22,7 @@ from cacheflow.request import Request
 from cacheflow.simulate import Simulation
 from models.config import ModelConfig
 from tests.cacheflow.optimum import lognormal
+from tests.cacheflow.strategies import Affine
 
 LLAMA = ModelShape.of(ModelConfig.preset("llama-3.1-8b"), 2)
 CHUNK, STAGING = 512, 512 * 32
@@ -134,6 +135,14 @@ def test_columns_of_unequal_width_keep_to_the_staging_buffer(seconds, staging):
     simulation = simulated("pipelined", roofline(40, fetch_seconds=seconds), [one], staging=staging)
     fetches = [span.op for span in simulation.timeline.spans if span.op.kind == FETCH]
     assert max(op.tokens * len(op.layers) for op in fetches) <= staging
+
+
+def test_launches_that_take_no_longer_for_more_columns_are_planned_with():
+    costs = Affine((None,) * 8, project=0, advance=0, pair=0, loss=0.1, bandwidth=float("inf"), fetch_seconds=1.0)
+    one = Request.of("a", prefix=64, suffix=1, chunk=4, layers=8)
+    planner = Planner(Plane(one), costs, 8192, 64)
+    assert planner._launch(planner.count, planner.count, False) < planner._launch(0, 0, False)
+    assert simulated("pipelined", costs, [one], staging=64).ttft["a"] <= planner.best(planner.count).seconds
 
 
 def test_a_band_has_the_columns_that_are_loadable_at_all_of_its_layers():
