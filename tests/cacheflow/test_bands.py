@@ -139,7 +139,7 @@ def test_columns_of_unequal_width_keep_to_the_staging_buffer(seconds, staging):
 
 def test_launches_that_take_no_longer_for_more_columns_are_planned_with():
     costs = Affine((None,) * 8, project=0, advance=0, pair=0, loss=0.1, bandwidth=float("inf"), fetch_seconds=1.0)
-    one = Request.of("a", prefix=64, suffix=1, chunk=4, layers=8)
+    one = Request.of("a", prefix=16, suffix=30, chunk=4, layers=8)
     planner = Planner(Plane(one), costs, 8192, 64)
     assert planner._launch(planner.count, planner.count, False) < planner._launch(0, 0, False)
     assert simulated("pipelined", costs, [one], staging=64).ttft["a"] <= planner.best(planner.count).seconds
