@@ -237,8 +237,10 @@ class Planner:
         fetches, each = -(-right // columns_each), costs.interference_per_fetch
         overhead = self.overhead(loaded / fetches)
         fetch = costs.load_seconds(loaded) + fetches * overhead
-        copied = loaded * costs.shape.cell_bytes / costs.copy_bandwidth
-        copy, copies = costs.fixed(COPY) + copied / fetches, fetches * costs.fixed(COPY) + copied
+        move = costs.shape.cell_bytes / costs.copy_bandwidth  # seconds to copy a cell
+        copy = costs.fixed(COPY) + min(loaded, self.staging) * move
+        # Those of a row are not counted one after another: where copies are the slower, no plan is near anyway.
+        copies = fetches * costs.fixed(COPY) + loaded * move if layers > 1 else copy
         held_up = costs.interference(loaded, fetches)
         fixed = overhead + costs.fixed(COPY) + each
         wanted = PIECES if copy >= fixed * PIECES**2 else max(1, round(math.sqrt(copy / fixed)))
