@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
+from functools import cache, cached_property
 from itertools import compress, groupby, pairwise
 from operator import itemgetter, not_, sub
 from typing import NamedTuple
@@ -74,7 +74,6 @@ class Planner:
         self.layers = request.layers
         self.count = plane.prefix_columns
         self.bounds = request.boundaries
-        self.widest = max(map(sub, self.bounds[1 : self.count + 1], self.bounds), default=1)  # tokens of a column
         self.steps = max(1, request.layers - 1)
         self.suffix = request.tokens - request.prefix
         self._suffix, self._last = (Span(start, request.tokens, None) for start in (request.prefix, request.tokens - 1))
@@ -211,6 +210,11 @@ class Planner:
             found += [(full, band, computed, computed), (1, layers - full * band, computed, on)]
         return found
 
+    @cached_property
+    def widest(self) -> int:
+        """Tokens of the widest column."""
+        return max(map(sub, self.bounds[1 : self.count + 1], self.bounds), default=1)
+
     @property
     def together(self) -> int:
         """How many layers a fetch brings at most, as costs are."""
@@ -233,8 +237,9 @@ class Planner:
         loaded *= layers
         if not loaded:
             return _Loads(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1, 0)
-        columns_each = max(1, self.staging // (layers * self.widest))
-        fetches, each = -(-right // columns_each), costs.interference_per_fetch
+        fetches, each = -(-loaded // self.staging), costs.interference_per_fetch
+        if layers > 1:  # of which whole columns do not fill a staging buffer
+            fetches = -(-right // max(1, self.staging // (layers * self.widest)))
         overhead = self.overhead(loaded / fetches)
         fetch = costs.load_seconds(loaded) + fetches * overhead
         move = costs.shape.cell_bytes / costs.copy_bandwidth  # seconds to copy a cell
