@@ -145,6 +145,53 @@ def test_launches_that_take_no_longer_for_more_columns_are_planned_with():
     assert simulated("pipelined", costs, [one], staging=64).ttft["a"] <= planner.best(planner.count).seconds
 
 
+def test_every_split_is_looked_at_where_whole_fetches_are_more_or_fewer():
+    costs, one = roofline(800, fetch_seconds=10e-3), [request(2048, 1)]
+    best = min(simulated(name, costs, one).ttft["a"] for name in OTHERS)
+    assert simulated("pipelined", costs, one).ttft["a"] <= 1.02 * best
+
+
+def test_layers_are_grouped_anew_where_fetches_cost_something_else_than_before(monkeypatch):
+    asked = []
+    monkeypatch.setattr(Planner, "_layers_together", lambda self: asked.append(self.costs.bandwidth) or 1)
+    planner = Planner(Plane(request(4096)), roofline(40, fetch_seconds=1e-3), 8192, STAGING)
+    before = planner.costs.bandwidth
+    for factor in (1.0, 0.99, 1.02, 0.9, 0.9, 1.0):
+        planner.costs.bandwidth = factor * before
+        assert planner.together == 1
+    assert asked == [before, 0.9 * before, before]
+
+
+def test_nothing_is_loaded_early_once_a_fetch_brings_several_layers(monkeypatch):
+    """Learned costs may say so after a plan was made."""
+    early, ops = EarlyLoads.next_fetch, []
+
+    def once(self, now):
+        if (op := early(self, now)) is not None:
+            self._climb.planner._together = 4
+            ops.append(op)
+        return op
+
+    monkeypatch.setattr(EarlyLoads, "next_fetch", once)
+    simulated("pipelined", roofline(40), [request(16384)])
+    assert len(ops) == 1
+
+
+def test_the_suffix_waits_for_what_is_to_be_loaded():
+    """In the first layer everything is projected, so that it waits for nothing; above it for the columns that are not
+    computed."""
+    policy = Pipelined(roofline(40), staging_cells=STAGING)
+    policy.add(Plane(request(16384)))
+    assert policy.next("compute", 0.0)
+    [climb] = policy._climbs.values()
+    assert climb.tops is not None and min(climb.tops) == 1
+    climb.plane.height[-1] = 0
+    assert climb.waits_until(0.0) == float("inf")
+    climb.plane.height[-1] = 2
+    cells = sum(climb.plane.request.width(c) for c, top in enumerate(climb.tops) if top <= 2)
+    assert climb.waits_until(0.0) == pytest.approx(policy.costs.load_seconds(cells))
+
+
 def test_a_band_has_the_columns_that_are_loadable_at_all_of_its_layers():
     plane, policy = Plane(request(2048)), Pipelined(roofline(40), staging_cells=STAGING)
     policy.add(plane)
@@ -190,6 +237,13 @@ def test_an_idle_link_takes_over_nothing_that_computing_is_sooner(monkeypatch, g
     ours = simulated("pipelined", costs, one).ttft["a"]
     monkeypatch.setattr(Climb, "relieve", lambda self, now: None)
     assert ours <= 1.02 * simulated("pipelined", costs, one).ttft["a"]
+
+
+def test_an_idle_link_takes_over_little_where_copies_are_behind(monkeypatch):
+    costs, one = roofline(80, copy_bandwidth=5e9), [request(2048)]
+    ours = simulated("pipelined", costs, one).ttft["a"]
+    monkeypatch.setattr(Climb, "relieve", lambda self, now: None)
+    assert ours <= 1.12 * simulated("pipelined", costs, one).ttft["a"]
 
 
 def test_layers_that_need_different_columns_are_not_loaded_together():
