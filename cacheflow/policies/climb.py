@@ -29,7 +29,7 @@ class Climb(Launches):
 
     alone: seconds to its first token, were it the only request. promised: tokens whose hidden states it may keep.
     cell_seconds: of the link per (token, layer) pair, as planned with. row: such pairs of a fetch, as planned, in the
-    mean, were staging no limit.
+    mean.
     wave: when it came. overtaken: by how many that came later.
     next_row: no layer below has anything to load. nothing_to_load: nothing is planned to be loaded any more, and
     `relieve` has nothing either. Both hold until `changed`: a cell can be loaded again only after a failure, and tops
@@ -104,10 +104,14 @@ class Climb(Launches):
         self.cell_seconds = self.policy.link_pace.seconds(1)
         left = [layers - top for top in compress(self.tops, self.plane.available)]
         width = self.plane.request.boundaries[count] / max(1, count)
-        self.row = self.planner.together * width * sum(left) / max(1, *left) if left else 0.0
+        self._expect(width * sum(left), max(left, default=0))
         self._promise()
         self._cut = {min(self.tops, default=0), layers - 1}
         self.changed()
+
+    def _expect(self, cells: float, layers: int) -> None:
+        """Fetches of so many (token, layer) pairs, in so many layers."""
+        self.row = min(self.planner.together * cells / max(1, layers), self.planner.staging)
 
     def _promise(self) -> None:
         """Keep the tokens of all columns that compute takes beyond the first layer from other requests."""
@@ -165,18 +169,16 @@ class Climb(Launches):
     def waits_until(self, now: float) -> float:
         """Estimated time at which the loads have landed that the suffix waits for; infinite if it waits for none."""
         plane, layer = self.plane, self.layer
-        row = [c for c in range(plane.prefix_columns) if self.tops[c] <= layer] if self.tops else []
-        columns = plane.loadable_columns(row, layer) if layer < plane.layers else []
+        columns = plane.loadable_columns(self._row(layer), layer) if layer < plane.layers else []
         if columns:
             cells = sum(map(plane.request.width, columns)) * len(self._band(layer, columns))
             return self.policy.free_at(LINK, now) + self.policy.link_pace.seconds(cells)
         return self.policy.lands(plane.request.id, layer, now)
 
     def next_fetch(self, now: float) -> Op | None:
-        plane, tops = self.plane, self.tops
-        assert tops is not None
+        plane = self.plane
         for layer in range(self.next_row, plane.layers):
-            row = [c for c in range(plane.prefix_columns) if tops[c] <= layer]
+            row = self._row(layer)
             band = self._band(layer, row)
             if layer in self._cut and len(band) == 1 and row:
                 stored, pieces = sum([plane.available[c] for c in row]), self.planner.pieces(row[0])
@@ -191,16 +193,18 @@ class Climb(Launches):
             self.next_row = layer + 1
         return None
 
+    def _row(self, layer: int) -> list[int]:
+        """The columns that are to be loaded at a layer, those that have landed among them."""
+        assert self.tops is not None
+        return [c for c, top in enumerate(self.tops) if top <= layer]
+
     def _band(self, layer: int, row: list[int]) -> range:
         """The layers, from this one on, at which the same columns as here are to be loaded, as many as are loaded
         together."""
-        plane, tops, stop = self.plane, self.tops, layer + 1
-        if self.planner.together > 1 and row:
-            assert tops is not None
-            loadable, last = plane.loadable_columns(row, layer), min(layer + self.planner.together, plane.layers)
-            while stop < last and loadable == plane.loadable_columns(
-                [c for c in range(plane.prefix_columns) if tops[c] <= stop], stop
-            ):
+        plane, stop, together = self.plane, layer + 1, self.planner.together
+        if together > 1 and row:
+            loadable, last = plane.loadable_columns(row, layer), min(layer + together, plane.layers)
+            while stop < last and loadable == plane.loadable_columns(self._row(stop), stop):
                 stop += 1
         return range(layer, stop)
 
@@ -252,7 +256,7 @@ class Climb(Launches):
             tops[c], empty[c] = top, [layer for layer in empty[c] if layer >= top]
         left = {layer for layers in empty.values() for layer in layers}
         cells = sum([plane.request.width(c) * len(empty[c]) for c in empty])
-        self.row = self.planner.together * cells / max(1, len(left))
+        self._expect(cells, len(left))
         self._promise()
         self.changed()
         return True
@@ -263,8 +267,7 @@ class Climb(Launches):
         to_load = self._to_load() if to_load is None else to_load
         cells = sum([width(c) * len(to_load[c]) for c in to_load])
         link = policy.link_pace.at(now) * policy.costs.load_seconds(cells)
-        row = max(1.0, min(self.row, policy.staging_cells or self.row))
-        link += cells / row * self.planner.overhead(row)
+        link += cells / max(1.0, self.row) * self.planner.overhead(self.row)
         return policy.compute_pace.known * self._compute_seconds(), link
 
     def _to_load(self) -> dict[int, list[int]]:
@@ -298,7 +301,7 @@ class Climb(Launches):
     def relieve(self, now: float) -> Op | None:
         """A load of a cell that compute was to fill, where the link has time for it before compute gets there, and that
         does not hold compute up by more than it saves."""
-        plane, policy, tops = self.plane, self.policy, self.tops
+        plane, policy, tops, costs = self.plane, self.policy, self.tops, self.policy.costs
         assert tops is not None
         top = max(tops, default=0)
         column = max((c for c, t in enumerate(tops) if t == top and plane.available[c]), default=-1)
@@ -307,11 +310,11 @@ class Climb(Launches):
             self.nothing_to_load = self.next_row == plane.layers
             return None
         part = plane.part(column, column + 1)
-        if policy.costs.interference(part.tokens) > sum(policy.costs.cell_marginals(part.start, part.stop, layer)):
+        if costs.interference(part.tokens) > sum(costs.cell_marginals(part.start, part.stop, layer)):
             return None
         launches = layer - max(self.layer, plane.height[column]) - 1
         reached = policy.free_at("compute", now) + launches * self.alone / plane.layers
-        costs, copy = policy.costs, policy.costs.seconds(Op(COPY, range(layer, top), (part,)))
+        copy = costs.seconds(Op(COPY, range(layer, top), (part,)))
         landed = policy.free_at(LINK, now) + costs.latency + costs.fixed(FETCH) + policy.link_pace.seconds(part.tokens)
         if max(landed, now + copy * policy.copies) + copy >= reached:
             return None

@@ -48,12 +48,12 @@ class EarlyLoads:
 
     def __init__(self, climb: Climb) -> None:
         self._climb = climb
-        self._wait = self._lose = 0.0  # seconds that they may still make launches wait, and lose
+        self._may_wait = self._may_lose = 0.0  # seconds that they may still make launches wait, and lose
         self._timetable: _Timetable | None = None  # None: to be looked at anew
 
     def allow(self, seconds: float) -> None:
         """From now on they may cost their shares of a time to first token of so many seconds."""
-        self._wait, self._lose = EARLY * seconds, LOST * seconds
+        self._may_wait, self._may_lose = EARLY * seconds, LOST * seconds
 
     def changed(self) -> None:
         """What compute and link have still to do is to be looked at anew."""
@@ -68,7 +68,7 @@ class EarlyLoads:
         if climb.planner.together > 1:
             return None  # a fetch costs too much
         as_estimated = abs(policy.link_pace.at(now) - 1) < SLOWER - 1
-        if not as_estimated or costs.fixed(FETCH) + costs.interference_per_fetch > self._lose:
+        if not as_estimated or costs.fixed(FETCH) + costs.interference_per_fetch > self._may_lose:
             return None
         column = self._last_column()
         if column is None:
@@ -77,10 +77,8 @@ class EarlyLoads:
         cell, copied = policy.link_pace.seconds(1) * width, width * costs.shape.cell_bytes / costs.copy_bandwidth
         if copied > cell:
             return None  # copies are behind, and those of what is needed first would be too
-        staged = policy.staging_cells or plane.request.tokens * plane.layers
-        transfer = _Transfer(
-            climb.planner.overhead(climb.row), cell, costs.fixed(COPY), copied, max(1, int(staged / width))
-        )
+        most, overhead = max(1, int(climb.planner.staging / width)), climb.planner.overhead(climb.row)
+        transfer = _Transfer(overhead, cell, costs.fixed(COPY), copied, most)
         if self._timetable is None:
             self._timetable = self._planned_launches()
         free = policy.free_at("compute", now) - now - self._launched(self._timetable)
@@ -89,17 +87,17 @@ class EarlyLoads:
         if not band:
             return None
         own = climb.planner.overhead(width * len(band))
-        if (lost := own + costs.interference_per_fetch) > self._lose:
+        if (lost := own + costs.interference_per_fetch) > self._may_lose:
             return None
         landed = busy + own + transfer.cell * len(band)
         copies = landed + transfer.copy + transfer.copied * len(band)
         longer = self._waits(self._timetable, transfer, landed, copies, free, band)
         if longer > 0:
             longer = max(0.0, longer - self._waits(self._timetable, transfer, busy, busy, free, range(0)))
-        if longer > self._wait:
+        if longer > self._may_wait:
             return None
-        self._wait -= longer
-        self._lose -= lost
+        self._may_wait -= longer
+        self._may_lose -= lost
         return Op(FETCH, band, (plane.part(column, column + 1),))
 
     def _last_column(self) -> int | None:
@@ -118,10 +116,9 @@ class EarlyLoads:
         assert tops is not None
         here = max(1, climb.layer)
         row = plane.prefix_columns - timetable.computed[here] - timetable.holes[here]
-        if (staging := climb.policy.staging_cells) is not None:
-            row = min(row, staging // plane.request.width(column))
+        most = max(1, min(row, climb.planner.staging // plane.request.width(column)))
         band = plane.loadable_band(column)
-        band = range(max(band.start, band.stop - max(1, row), tops[column]), band.stop)
+        band = range(max(band.start, band.stop - most, tops[column]), band.stop)
         landed = busy + transfer.fetch + transfer.cell * len(band)
         in_time = bisect_left(timetable.begins, landed + transfer.copy + transfer.copied * len(band) - free)
         return range(max(band.start, in_time), band.stop)

@@ -175,7 +175,7 @@ class Pipelined(Policy):
         """Where the link is slower than planned with, split anew what is left of the first."""
         if order:
             first, pace = order[0], self.link_pace
-            pace.row = min(first.row, self.staging_cells or first.row)
+            pace.row = first.row
             if first.nothing_to_load:
                 return
             cell, planned = pace.at(now) * self.costs.load_seconds(1), SLOWER * first.cell_seconds

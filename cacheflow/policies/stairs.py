@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import cache, cached_property
 from itertools import compress, groupby, pairwise
 from operator import itemgetter, not_, sub
@@ -65,7 +65,8 @@ class Planner:
     Layers run in order, a launch each: at a layer the computed columns are projected, those that go on and the suffix
     are advanced. A launch begins when the layer's other cells have landed, and these are loaded in the order of layers.
     Row 0 can be projected for all columns, since a projection attends to nothing: the first launch waits for no load
-    then. Where the link is much faster it is better loaded like the others.
+    then. Where the link is much faster it is better loaded like the others. Where every fetch costs much, it brings
+    several layers; then columns go ahead of a suffix that waits.
     """
 
     def __init__(self, plane: Plane, costs: Costs, token_budget: int, staging_cells: int | None) -> None:
@@ -244,7 +245,8 @@ class Planner:
         fetch = costs.load_seconds(loaded) + fetches * overhead
         move = costs.shape.cell_bytes / costs.copy_bandwidth  # seconds to copy a cell
         copy = costs.fixed(COPY) + min(loaded, self.staging) * move
-        # Those of a row are not counted one after another: where copies are the slower, no plan is near anyway.
+        # Of a row in several fetches one copy is counted, so that where copies are slower than the link, links of 400
+        # Gbps say, its plan is too short; counted one after another they made such plans nearer and runs no sooner.
         copies = fetches * costs.fixed(COPY) + loaded * move if layers > 1 else copy
         held_up = costs.interference(loaded, fetches)
         fixed = overhead + costs.fixed(COPY) + each
@@ -293,7 +295,8 @@ class Planner:
         if self._link != link:
             self._link = link
             self._load.cache_clear()
-            if not _alike(link, self._together_of):
+            known = self._together_of
+            if not known or not all(math.isclose(a, b, rel_tol=MOVED) for a, b in zip(link, known, strict=True)):
                 self._together_of, self._together = link, 1
                 self._together = self._layers_together()
 
@@ -325,12 +328,6 @@ class Planner:
             seconds[together] = self.estimate()
         best = min(seconds, key=lambda together: seconds[together])
         return best if seconds[best] < (1 - WORTH) * seconds[1] else 1
-
-
-def _alike(costs: Sequence[float], others: Sequence[float]) -> bool:
-    """Whether none differs by more than MOVED."""
-    pairs = zip(costs, others, strict=False)
-    return len(costs) == len(others) and all(a == b or abs(a - b) <= MOVED * max(a, b) for a, b in pairs)
 
 
 def _lowest(function: Callable[[int], Stairs], last: int, behind: float) -> list[Stairs]:
